@@ -28,7 +28,7 @@ if sys.argv[1] == "without":  # what samestep.launch takes of the package
     stub = sys.modules["samestep.fake_gpus"] = ModuleType("samestep.fake_gpus")
     stub.VARIABLE, stub.requested = "SAMESTEP_FAKE_GPUS", lambda: None
 began = time.perf_counter()
-import samestep.launch.bootstrap
+import samestep.launch.rank.bootstrap
 took = time.perf_counter() - began
 sys.path.insert(0, "scripts")
 import torch

@@ -58,7 +58,7 @@ class Area:
 AREAS = (
     Area(
         "Commands and their options",
-        ("cli/", "bench/"),
+        ("cli/", "bench/", "files.py"),
         "An option that is unknown, lacks its value, contradicts another, or names what is not there. Nothing has been "
         "started yet. `samestep COMMAND --help` lists the options: [the command line](commands.md).",
     ),

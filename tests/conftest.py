@@ -18,7 +18,7 @@ import torch
 import deadline
 import forkserver
 from samestep import progress
-from samestep.launch.nursery import PreforkServer
+from samestep.launch.start.prefork_server import PreforkServer
 from samestep.testing import VARIABLES, ranks
 
 EXIT_S = 30.0  # seconds between the summary and the end of the process

@@ -137,7 +137,7 @@ def forked_command(args, env):
     Options of the interpreter, code on the command line, and variables that are read when Python or torch starts take
     a fresh interpreter. So do modules that are told their parent's process number.
     """
-    from samestep.launch.fork import EARLY
+    from samestep.launch.start.fork import EARLY
 
     if isinstance(args, str | bytes) or not args:
         return None
@@ -215,12 +215,12 @@ class ForkedRanks:
 
 
 def main(descriptor):
-    from samestep.launch.fork import warm
+    from samestep.launch.start.fork import preimport
 
     os.set_inheritable(descriptor, False)
     for name in PRELOADED:
         importlib.import_module(name)
-    assert (problem := warm("samestep", Path(os.devnull))) is None, problem
+    assert (problem := preimport("samestep", Path(os.devnull))) is None, problem
     connection = Connection(descriptor)
     started = {}
     with contextlib.suppress(EOFError, OSError):  # the test process has ended
@@ -256,7 +256,7 @@ def exit_code(pid):
 
 
 def start_command(command, about, streams):
-    from samestep.launch.fork import _forked
+    from samestep.launch.start.fork import _forked
 
     try:
         work = partial(run_command, command, about)
@@ -267,7 +267,7 @@ def start_command(command, about, streams):
 
 
 def run_command(command, about):
-    from samestep.launch.bootstrap import leave
+    from samestep.launch.rank.bootstrap import leave
 
     kind, name, arguments = command
     os.chdir(about["folder"])
@@ -276,7 +276,7 @@ def run_command(command, about):
     renew_random_numbers()
     try:
         if kind == "script":
-            from samestep.launch.script import run_script
+            from samestep.launch.rank.script import run_script
 
             run_script(name, arguments)
         else:
@@ -301,7 +301,7 @@ def run_command(command, about):
 
 
 def own_frames_removed(trace):
-    own = {__file__, importlib.import_module("samestep.launch.script").__file__, "<frozen runpy>"}
+    own = {__file__, importlib.import_module("samestep.launch.rank.script").__file__, "<frozen runpy>"}
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next
     return trace
@@ -317,18 +317,18 @@ def renew_random_numbers():
 
 
 def start_ranks(function, ranks, folder, args):
-    from samestep.launch.address import listen_on_loopback
+    from samestep.launch.rank.store import listen_on_loopback
 
     with listen_on_loopback() as listener:
         return [start_rank(rank, listener, function, ranks, folder, args) for rank in range(ranks)]
 
 
 def start_rank(rank, listener, function, ranks, folder, args):
-    from samestep.launch.process import Forked
+    from samestep.launch.process import ForkedProcess
 
     server = os.getpid()
     if pid := os.fork():
-        return Forked(pid)
+        return ForkedProcess(pid)
     code = 70
     try:
         become_rank(rank, listener, ranks, folder, server)
@@ -349,10 +349,10 @@ def start_rank(rank, listener, function, ranks, folder, args):
 
 def become_rank(rank, listener, ranks, folder, server):
     """Makes a fork one of the ranks of a launcher."""
-    from samestep.launch.address import serve_store, use_store
+    from samestep.launch.monitor.attach import set_watched
     from samestep.launch.process import die_with_parent
-    from samestep.launch.variables import RankLayout, rank_variables
-    from samestep.launch.watched import note_watched
+    from samestep.launch.rank.environment import RankLayout, rank_variables
+    from samestep.launch.rank.store import serve_store, use_store
     from samestep.rankenv import set_variables
 
     die_with_parent(server)
@@ -363,7 +363,7 @@ def become_rank(rank, listener, ranks, folder, server):
     faulthandler.enable()
     port = listener.getsockname()[1]
     set_variables(rank_variables(RankLayout(size=ranks, port=port, run_id=f"test-{port}"), rank))
-    note_watched()
+    set_watched()
     use_store()
     if rank == 0:
         serve_store(listener, ranks)

@@ -22,7 +22,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from samestep._version import __version__ as __version__
-from samestep.launch.imports import when_imported
+from samestep.launch.rank.import_hooks import when_imported
 
 if TYPE_CHECKING:
     from samestep import compress as compress
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from samestep.errors import SamestepError as SamestepError
     from samestep.errors import UsageError as UsageError
     from samestep.evaluation import evaluate as evaluate
-    from samestep.launch.spawn import spawn as spawn
+    from samestep.launch.functions.spawn import spawn as spawn
     from samestep.pipelines.build import pipeline as pipeline
     from samestep.pipelines.pipeline import Pipeline as Pipeline
     from samestep.pipelines.plan import PipelinePlan as PipelinePlan
@@ -72,7 +72,7 @@ _HOMES = {
     "plan_pipeline": "samestep.pipelines.plan",
     "replicate": "samestep.replicas.replicate",
     "shards": "samestep.data.create",
-    "spawn": "samestep.launch.spawn",
+    "spawn": "samestep.launch.functions.spawn",
     "verify": "samestep.verification.verify",
     "world": "samestep.runtime.world",
 }

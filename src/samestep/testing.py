@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from samestep import fake_gpus as fake
-from samestep.launch.nursery import PreforkServer
-from samestep.launch.pool import RankPool
-from samestep.launch.spawn import spawn
+from samestep.launch.functions.pool import RankPool
+from samestep.launch.functions.spawn import spawn
+from samestep.launch.start.prefork_server import PreforkServer
 from samestep.runtime.digest import bytes_of
 
 __all__ = ["RankSet", "assert_same_bits", "fake_gpus", "largest_difference", "ranks", "run_ranks"]
@@ -90,8 +90,8 @@ class RankSet:
             self._fork_server.close()
             self._fork_server = None
         self._fork_server = self._fork_server or PreforkServer(VARIABLES)
-        can = self._fork_server.objection() is None
-        return RankPool(self.size, extra=VARIABLES, nursery=self._fork_server if can else None)
+        can = self._fork_server.why_unavailable() is None
+        return RankPool(self.size, extra=VARIABLES, server=self._fork_server if can else None)
 
     def close(self) -> None:
         """Ends the processes; the next call would start new ones."""

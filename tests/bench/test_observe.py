@@ -11,8 +11,8 @@ from small import small
 from samestep import events
 from samestep.bench import observe
 from samestep.errors import RankFailure
-from samestep.launch.nursery import PreforkServer
-from samestep.launch.pool import RankPool
+from samestep.launch.functions.pool import RankPool
+from samestep.launch.start.prefork_server import PreforkServer
 
 TRAIN = observe.train
 
@@ -48,7 +48,7 @@ def small_train(path, device):
 def _forked_ranks():
     """Forks the ranks of both sets from one process, and gives them a small network."""
     server = ForkServer({"OMP_NUM_THREADS": "1"})
-    assert server.objection() is None
+    assert server.why_unavailable() is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(observe, "RankPool", partial(RankPool, nursery=server))
         patch.setattr(observe, "train", small_train)

@@ -120,7 +120,7 @@ def test_a_dry_run_shows_what_a_shell_would_take_and_starts_nothing(capsys, monk
     (tmp_path / "train.py").touch()
     assert main(["run", "-n", "2", "--dry-run", "train.py", "--name", "a b"]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("samestep.launch.bootstrap") == 2
+    assert shown.count("samestep.launch.rank.bootstrap") == 2
     assert "RANK=1 LOCAL_RANK=1 WORLD_SIZE=2" in shown
     assert "OMP_NUM_THREADS=" in shown
     assert "train.py --name 'a b'" in shown
@@ -129,7 +129,7 @@ def test_a_dry_run_shows_what_a_shell_would_take_and_starts_nothing(capsys, monk
 
 @pytest.mark.parametrize(("visible", "expected"), [("", 0), ("0", 1), ("1,0,-1,2", 2), ("GPU-abc,1", 2)])
 def test_auto_counts_the_gpus_that_cuda_would_see(monkeypatch, tmp_path, visible, expected):
-    from samestep.launch.devices import visible_gpus
+    from samestep.launch.resources import visible_gpus
 
     for index in range(4):
         (tmp_path / "driver" / str(index)).mkdir(parents=True)

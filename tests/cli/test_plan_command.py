@@ -15,7 +15,7 @@ import pytest
 from samestep.cli import main as run_command
 from samestep.cli.plan import main
 from samestep.errors import UsageError
-from samestep.launch.cores import Cores
+from samestep.launch.cpus import Cores
 from samestep.network.cluster import parse
 from samestep.pipelines.layers import Layer
 from samestep.planning import here, profiling
@@ -211,7 +211,9 @@ def test_this_machine_has_no_more_ranks_than_its_quota_has_cores(monkeypatch) ->
 
 def test_without_a_cluster_file_the_links_of_this_machine_are_measured(two_ranks, monkeypatch) -> None:
     monkeypatch.setattr(here, "devices", lambda: 2)
-    monkeypatch.setattr("samestep.launch.spawn.spawn", lambda function, n, *args, progress: two_ranks(function, *args))
+    monkeypatch.setattr(
+        "samestep.launch.functions.spawn.spawn", lambda function, n, *args, progress: two_ranks(function, *args)
+    )
     found = here.cluster()
     assert (found.nodes, found.devices) == (1, 2)
     assert found.shared is not None

@@ -14,7 +14,7 @@ import pytest
 from samestep.cli import doctor, main
 from samestep.doctor import together
 from samestep.errors import UsageError
-from samestep.launch.mpiexec import mpiexec
+from samestep.launch.hosts.mpiexec import mpiexec
 from samestep.rankenv import fresh_environment
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from samestep.doctor import disk, fixes, gpus, hosts, machine, names, pairs, routes, software, trial, variables
 from samestep.doctor.judge import judge
-from samestep.launch.cores import Cores
-from samestep.launch.network import Interface
+from samestep.launch.cpus import Cores
+from samestep.launch.hosts.network import Interface
 
 PROGRAMS = {
     *("cat", "df", "docker", "du", "echo", "export", "findmnt", "ip", "kill", "known", "mkdir", "modprobe", "mount"),

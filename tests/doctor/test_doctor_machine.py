@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from samestep.doctor import disk, machine
-from samestep.launch.cores import Cores
+from samestep.launch.cpus import Cores
 
 
 def levels(lines):

@@ -10,7 +10,7 @@ import pytest
 
 from samestep.doctor import between, names, routes
 from samestep.doctor.judge import judge
-from samestep.launch.network import Interface
+from samestep.launch.hosts.network import Interface
 
 ETHERNET = Interface("eth0", "10.0.0.5")
 LOOPBACK = Interface("lo", "127.0.0.1")

@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from samestep.instrument import dataloader as instrument
 from samestep.instrument.callbacks import Callbacks, LoadedBatch, LoaderPass, PassIterator, subscribe
-from samestep.launch.observers import RankContext
+from samestep.launch.rank.observers import RankContext
 from samestep.verification.online.checker import Checker
 from samestep.verification.online.samples import rows
 

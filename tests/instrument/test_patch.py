@@ -26,7 +26,7 @@ from samestep.instrument import patch as patches
 from samestep.instrument import randomness
 from samestep.instrument.callbacks import SUBSCRIBERS, Callbacks, notify, subscribe, unsubscribe_all
 from samestep.instrument.patch import exchange, install, on_import, patch, uninstall, wrap
-from samestep.launch.progress_notes import ProgressNotes, begin
+from samestep.launch.rank.progress_notes import ProgressNotes, begin
 from samestep.verification.recording.witness import _GROUPS
 
 MODULES = (  # that are patched

@@ -3,10 +3,11 @@
 import sys
 
 from samestep.cli import main
-from samestep.launch import following, gather, head
+from samestep.launch import controller
+from samestep.launch.hosts import foreground_agent, join
 
-gather.SOON = following.SOON = 0.5
-head.SILENCE = 5.0
+join.SAY_AFTER_S = foreground_agent.SAY_AFTER_S = 0.5
+controller.HEARTBEAT_TIMEOUT_S = 5.0
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

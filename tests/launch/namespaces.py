@@ -32,7 +32,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.launch.network import addresses
+from samestep.launch.hosts.network import addresses
 
 SERVER = """\
 Port 22

@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from ports import free_port
-from samestep.launch.transport import start
+from samestep.launch.hosts.transport import start
 
 SERVER = """\
 Port {port}

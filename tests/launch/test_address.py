@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from samestep.launch.address import listen_on_loopback
+from samestep.launch.rank.store import listen_on_loopback
 
 SERVE = """
 import sys
-from samestep.launch.address import listen_on_loopback, serve_store
+from samestep.launch.rank.store import listen_on_loopback, serve_store
 listener = listen_on_loopback()
 port = listener.getsockname()[1]
 serve_store(listener, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from samestep.launch.agent import Agent
-from samestep.launch.frames import Message, pair
+from samestep.launch.link import Message, pair
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def asked():
     agent = Agent(theirs)
 
     def ask(kind, **body):
-        agent._follow(Message(kind, body))
+        agent._on_message(Message(kind, body))
         return ours.receive()
 
     yield ask

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from samestep.launch import ahead
+from samestep.launch.start import early_agent
 
 
 @pytest.mark.parametrize(
@@ -28,15 +28,15 @@ from samestep.launch import ahead
     ],
 )
 def test_what_can_be_seen_at_a_glance(line, ranks):
-    assert ahead.ranks_asked(line.split()) == ranks
+    assert early_agent.requested_ranks(line.split()) == ranks
 
 
 SCRIPT = """
 import os, sys
-from samestep.launch import ahead
-ahead.begin({arguments!r})
+from samestep.launch.start import early_agent
+early_agent.begin({arguments!r})
 {then}
-ahead.drop()
+early_agent.discard()
 try:
     print("children" if os.waitpid(-1, os.WNOHANG) else "")
 except ChildProcessError:
@@ -46,7 +46,9 @@ except ChildProcessError:
 
 def fresh(arguments, then, **variables):
     """Runs it in an interpreter that has not imported torch; returns what it prints."""
-    environment = {name: value for name, value in os.environ.items() if name not in ahead.OTHERS} | variables
+    environment = {
+        name: value for name, value in os.environ.items() if name not in early_agent.TASK_VARIABLES
+    } | variables
     code = SCRIPT.format(arguments=arguments.split(), then=then)
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
@@ -55,21 +57,21 @@ def fresh(arguments, then, **variables):
 
 
 def test_an_agent_that_nobody_takes_is_dropped():
-    assert fresh("-n 2 train.py", "print(len(ahead._waiting))") == ["1", "no child is left"]
+    assert fresh("-n 2 train.py", "print(len(early_agent._waiting))") == ["1", "no child is left"]
 
 
 def test_one_begun_for_another_number_is_not_taken():
-    assert fresh("-n 2 train.py", "print(ahead.take(4))") == ["None", "no child is left"]
+    assert fresh("-n 2 train.py", "print(early_agent.claim(4))") == ["None", "no child is left"]
 
 
 def test_tasks_of_another_launcher_begin_none():
-    assert fresh("-n 2 train.py", "print(len(ahead._waiting))", PMI_RANK="0") == ["0", "no child is left"]
+    assert fresh("-n 2 train.py", "print(len(early_agent._waiting))", PMI_RANK="0") == ["0", "no child is left"]
 
 
 def test_it_serves_once_torch_is_imported():
     then = """
-from samestep.launch.frames import Link
-process, end = ahead.take(2)
+from samestep.launch.link import Link
+process, end = early_agent.claim(2)
 link = Link(end)
 link.send({"kind": "bind", "address": "127.0.0.1"})
 while not (messages := link.receive()):

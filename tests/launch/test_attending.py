@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from samestep.launch.attending import OutputForwarder
-from samestep.launch.status import Status
+from samestep.launch.functions.forwarder import OutputForwarder
+from samestep.launch.functions.status_line import StatusLine
 
 
 class Ranks:
@@ -21,8 +21,8 @@ class Ranks:
         self.attendant = OutputForwarder(size, {1: self.stream}, status)
         self.sinks = {}
         for rank in range(size):
-            with self.attendant.admit(rank) as means:
-                self.sinks[rank] = os.dup(means.stdout)
+            with self.attendant.open_streams(rank) as (streams, _):
+                self.sinks[rank] = os.dup(streams["stdout"])
 
     def say(self, rank, data):
         os.write(self.sinks[rank], data)
@@ -105,7 +105,7 @@ def test_nested_bars_do_not_flood(ranks):
 
 def test_a_bar_stands_below_the_status_until_it_is_a_line(ranks):
     paper = Paper()
-    status = Status("train", 2, paper)
+    status = StatusLine("train", 2, paper)
     two = ranks(2, status=status)
     for data in (b"\r10 %", b"\r20 %", b"\r20 %\n"):
         status.due = time.monotonic()
@@ -122,7 +122,7 @@ def test_a_bar_stands_below_the_status_until_it_is_a_line(ranks):
 
 def test_a_status_comes_after_a_moment_only(ranks):
     paper = Paper()
-    two = ranks(2, status=Status("train", 2, paper))
+    two = ranks(2, status=StatusLine("train", 2, paper))
     two.say(0, b"quick\n")
     assert two.end() == "[rank 0] quick\n"
     assert paper.drawn == []
@@ -150,6 +150,6 @@ def test_what_the_callers_stream_cannot_say_is_replaced(ranks):
 
 def test_without_streams_and_status_a_rank_inherits_everything():
     attendant = OutputForwarder(2)
-    with attendant.admit(0) as means:
-        assert (means.stdout, means.stderr, means.record) == (None, None, None)
+    with attendant.open_streams(0) as (streams, record):
+        assert (streams, record) == ({"stdout": None, "stderr": None}, None)
     attendant.close()

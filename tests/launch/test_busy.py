@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from samestep.cli.before import warn_of_others
-from samestep.launch.busy import busy_cores
+from samestep.cli.checks import warn_of_others
+from samestep.launch.resources import busy_cores
 
 
 def test_time_that_is_not_idle_is_counted_by_core(tmp_path, monkeypatch):

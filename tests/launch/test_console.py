@@ -7,8 +7,8 @@ import pty
 
 import pytest
 
-from samestep.launch.console import Channel, Screen
-from samestep.launch.folding import Folder
+from samestep.launch.output.console import NonBlockingWriter, RankStream
+from samestep.launch.output.lines import LineMerger
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def channel(tmp_path):
 
     def make(folder=None):
         log = (tmp_path / "log").open("wb", buffering=0)
-        return Channel(1, Screen(screen), folder, log), lambda: os.read(shown, 1 << 20), tmp_path / "log"
+        return RankStream(1, NonBlockingWriter(screen), folder, log), lambda: os.read(shown, 1 << 20), tmp_path / "log"
 
     yield make
     os.close(shown)
@@ -26,7 +26,7 @@ def channel(tmp_path):
 
 
 def test_lines_are_taken_whole_and_kept_as_they_came(channel):
-    folder = Folder(2)
+    folder = LineMerger(2)
     rank1, _, log = channel(folder)
     rank1.feed(b"one\ntw")
     assert folder.take(0.0, everything=True) == [b"[rank 1] one"]
@@ -38,7 +38,7 @@ def test_lines_are_taken_whole_and_kept_as_they_came(channel):
 
 
 def test_what_a_progress_bar_overwrote_is_not_shown_but_kept(channel):
-    folder = Folder(2)
+    folder = LineMerger(2)
     rank1, _, log = channel(folder)
     rank1.feed(b"10 %\r50 %\r100 %\r\n")
     rank1.close()
@@ -55,7 +55,7 @@ def test_a_single_ranks_bytes_are_not_touched(channel):
 
 def test_a_line_starts_on_a_line_of_its_own():
     shown, descriptor = os.pipe()
-    screen = Screen(descriptor)
+    screen = NonBlockingWriter(descriptor)
     screen.show(b"drawing")
     screen.show_line(b"[rank 1] a line")
     assert os.read(shown, 100) == b"drawing\n[rank 1] a line\n"
@@ -65,10 +65,10 @@ def test_a_line_starts_on_a_line_of_its_own():
 
 def test_a_terminal_gets_its_cursor_back():
     shown, descriptor = os.pipe()
-    screen = Screen(descriptor)
+    screen = NonBlockingWriter(descriptor)
     screen.show(b"\x1b[?25l 50 %")
-    screen.tidy()
-    screen.tidy()
+    screen.restore_terminal()
+    screen.restore_terminal()
     assert os.read(shown, 100) == b"\x1b[?25l 50 %\n\x1b[?25h"
     os.close(shown)
     os.close(descriptor)

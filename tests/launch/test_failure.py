@@ -11,18 +11,10 @@ import pytest
 import torch
 
 from samestep.errors import CheckpointError, DataError
-from samestep.launch import failure
-from samestep.launch.failure import (
-    MOST_TEXT,
-    FailureRecord,
-    death,
-    describe,
-    exit_code,
-    lost_peer,
-    relative_path,
-    root_cause,
-)
-from samestep.launch.spawned import describe_with_spawned
+from samestep.launch.rank import user_code
+from samestep.launch.rank.failure import MOST_TEXT, FailureRecord, death, describe, exit_code, lost_peer
+from samestep.launch.rank.user_code import relative_path
+from samestep.launch.result import find_root_cause
 
 
 def failed(rank, time, **options):
@@ -120,26 +112,26 @@ def test_a_gpu_that_timed_out_is_a_ranks_own():
 
 
 def test_an_own_error_explains_an_earlier_lost_peer():
-    assert root_cause([failed(0, 1.0, lost_peer=True), failed(2, 5.0)], {}, 3).rank == 2
+    assert find_root_cause([failed(0, 1.0, lost_peer=True), failed(2, 5.0)], {}, 3).rank == 2
 
 
 def test_the_earliest_of_several_own_errors_is_blamed():
-    assert root_cause([failed(0, 3.0), failed(2, 2.0)], {}, 3).rank == 2
+    assert find_root_cause([failed(0, 3.0), failed(2, 2.0)], {}, 3).rank == 2
 
 
 def test_an_abort_without_a_word_is_blamed_after_any_exception_and_before_a_lost_peer():
     abort = failed(1, 1.0, signal=6, traceback="")
-    assert root_cause([abort, failed(0, 2.0)], {}, 2).rank == 0
-    assert root_cause([abort, failed(0, 0.5, lost_peer=True)], {}, 2).rank == 1
+    assert find_root_cause([abort, failed(0, 2.0)], {}, 2).rank == 0
+    assert find_root_cause([abort, failed(0, 0.5, lost_peer=True)], {}, 2).rank == 1
 
 
 def test_a_rank_that_ended_well_is_blamed_when_the_others_only_lost_a_peer():
-    blamed = root_cause([failed(0, 2.0, lost_peer=True)], {1: 4242}, 2)
+    blamed = find_root_cause([failed(0, 2.0, lost_peer=True)], {1: 4242}, 2)
     assert (blamed.rank, blamed.pid, blamed.exit_code, blamed.exception) == (1, 4242, 1, "EarlyExit")
 
 
 def test_nobody_is_blamed_where_nobody_failed():
-    assert root_cause([], {0: 1, 1: 2}, 2) is None
+    assert find_root_cause([], {0: 1, 1: 2}, 2) is None
 
 
 @pytest.mark.parametrize(
@@ -190,7 +182,7 @@ class ProcessExitedException(Exception):  # noqa: N818  (what torch.multiprocess
 
 def test_a_real_time_signal_of_a_spawned_process_is_named_too(monkeypatch):
     monkeypatch.delenv("SAMESTEP_LOGS", raising=False)
-    failure = describe_with_spawned(ProcessExitedException(), 0)
+    failure = describe(ProcessExitedException(), 0)
     assert (failure.signal, failure.exit_code) == (36, 164)
     assert "SIGRTMIN+2 (signal 36" in failure.message
 
@@ -235,5 +227,5 @@ def test_an_exception_that_cannot_be_printed_has_a_record(tmp_path, monkeypatch)
 )
 def test_a_file_has_one_name_however_a_process_was_told_of_it(monkeypatch, filename, name):
     """A rank and the process that it spawns name their script differently."""
-    monkeypatch.setattr(failure, "_start", ["/home/work"])
+    monkeypatch.setattr(user_code, "_start", ["/home/work"])
     assert relative_path(filename) == name

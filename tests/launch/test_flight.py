@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from samestep.launch.flight import Flight, lines, missing
+from samestep.launch.monitor.flight_recorder import CollectiveRecord, ranks_behind, recorder_lines
 
 
-def flight(rank: int, number: int, *, done: bool, group: str = "0 default_pg") -> Flight:
-    return Flight(rank=rank, group=group, number=number, operation="all_reduce", sizes="[20]", done=done)
+def flight(rank: int, number: int, *, done: bool, group: str = "0 default_pg") -> CollectiveRecord:
+    return CollectiveRecord(rank=rank, group=group, number=number, operation="all_reduce", sizes="[20]", done=done)
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,14 @@ def flight(rank: int, number: int, *, done: bool, group: str = "0 default_pg") -
     ],
 )
 def test_a_rank_is_missing_that_has_begun_fewer_than_one_that_waits(
-    flights: list[Flight], behind: tuple[int, ...]
+    flights: list[CollectiveRecord], behind: tuple[int, ...]
 ) -> None:
-    assert missing(flights) == behind
+    assert ranks_behind(flights) == behind
 
 
 def test_groups_in_which_all_is_done_are_not_told() -> None:
     quiet = [flight(0, 3, done=True, group="1 tensor"), flight(1, 3, done=True, group="1 tensor")]
-    (told,) = lines([*quiet, flight(0, 41, done=False), flight(1, 40, done=True)])
+    (told,) = recorder_lines([*quiet, flight(0, 41, done=False), flight(1, 40, done=True)])
     waits, behind = told.removeprefix("flight recorder, group 0 default_pg: ").split("; ")
     assert waits == "rank 0 collective 41, all_reduce of [20], not done"
     assert behind == "rank 1 collective 40, all_reduce of [20], done"
@@ -42,11 +42,11 @@ def last() -> list[dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    from samestep.launch.flight import recorded
+    from samestep.launch.monitor.flight_recorder import last_collectives
 
     dist.init_process_group("gloo")
     dist.all_reduce(torch.ones(20))
-    while not (found := recorded())[-1]["done"]:  # gloo's own thread notes that a moment later
+    while not (found := last_collectives())[-1]["done"]:  # gloo's own thread notes that a moment later
         pass
     dist.destroy_process_group()
     return found

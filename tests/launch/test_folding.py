@@ -9,7 +9,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.launch.folding import HOLD, MOST_HELD, Folder
+from samestep.launch.output.lines import MERGE_WINDOW_S, MOST_HELD, LineMerger
 
 
 def ranks_of(label, size):
@@ -36,52 +36,52 @@ def by_rank(shown, size):
     st.integers(0, size - 1), st.sampled_from("abc"), st.sampled_from([0.0, 0.05, 0.2]))))))  # fmt: skip
 def test_every_ranks_lines_are_shown_in_its_own_order(drawn):
     size, said = drawn
-    folder, now, shown = Folder(size), 0.0, []
+    folder, now, shown = LineMerger(size), 0.0, []
     for rank, text, pause in said:
         now += pause
         shown += folder.take(now)
         folder.feed(rank, text.encode(), now)
-        assert folder.due() is None or folder.due() <= now + HOLD
+        assert folder.due() is None or folder.due() <= now + MERGE_WINDOW_S
     shown += folder.take(now, everything=True)
     assert folder.due() is None
     assert by_rank(shown, size) == {rank: [text for who, text, _ in said if who == rank] for rank in range(size)}
 
 
 def test_what_all_ranks_say_is_shown_once_and_at_once():
-    folder = Folder(64)
+    folder = LineMerger(64)
     for rank in range(64):
         folder.feed(rank, b"warning", now=0.0)
     assert folder.take(now=0.0) == [b"[64 ranks] warning"]
 
 
 def test_what_a_rank_says_alone_waits_no_longer_than_the_hold():
-    folder = Folder(2)
+    folder = LineMerger(2)
     folder.feed(1, b"mine", now=5.0)
-    assert folder.take(now=5.0 + HOLD / 2) == []
-    assert folder.due() == 5.0 + HOLD
-    assert folder.take(now=5.0 + HOLD) == [b"[rank 1] mine"]
+    assert folder.take(now=5.0 + MERGE_WINDOW_S / 2) == []
+    assert folder.due() == 5.0 + MERGE_WINDOW_S
+    assert folder.take(now=5.0 + MERGE_WINDOW_S) == [b"[rank 1] mine"]
 
 
 def test_what_two_ranks_say_twice_is_shown_twice():
-    folder = Folder(2)
+    folder = LineMerger(2)
     for rank in (0, 0, 1, 1):
         folder.feed(rank, b"x", now=0.0)
     assert folder.take(now=0.0) == [b"[2 ranks] x", b"[2 ranks] x"]
 
 
 def test_tracebacks_fold_as_a_whole_and_later_ranks_follow():
-    folder, trace = Folder(4), [b"Traceback", b"  File", b"ValueError: no"]
+    folder, trace = LineMerger(4), [b"Traceback", b"  File", b"ValueError: no"]
     for rank in (0, 2, 1):
         for line in trace:
             folder.feed(rank, line, now=0.0)
-    assert folder.take(now=HOLD) == [b"[ranks 0-2] " + line for line in trace]
+    assert folder.take(now=MERGE_WINDOW_S) == [b"[ranks 0-2] " + line for line in trace]
     for line in trace:
         folder.feed(3, line, now=1.0)
-    assert folder.take(now=1.001 + HOLD) == [b"[rank 3] " + line for line in trace]
+    assert folder.take(now=1.001 + MERGE_WINDOW_S) == [b"[rank 3] " + line for line in trace]
 
 
 def test_memory_is_bounded():
-    folder = Folder(2)
+    folder = LineMerger(2)
     for number in range(MOST_HELD + 10):
         folder.feed(0, b"%d" % number, now=0.0)
     assert len(folder.take(now=0.0)) == 10

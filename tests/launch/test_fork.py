@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from samestep.launch.fork import fork_blocker, read_source
+from samestep.launch.start.fork import fork_blocker, read_source
 
 
 @pytest.mark.parametrize(

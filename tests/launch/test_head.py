@@ -29,7 +29,7 @@ def start(lab, folder):
 
     def begin(seconds):
         python = other_version_on(lab, "node2", folder.path, __version__)
-        team = folder.path / f"samestep-{__version__}" / "samestep" / "launch" / "team.py"
+        team = folder.path / f"samestep-{__version__}" / "samestep" / "launch" / "local_ranks.py"
         wait = f"        import time; open('importing', 'w').close(); time.sleep({seconds})\n"
         text = team.read_text()
         head, line, rest = text.partition("        self._forks = False\n")

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from samestep.launch.frames import pair
+from samestep.launch.link import pair
 
 FEW = 40
 

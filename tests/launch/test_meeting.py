@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from samestep.errors import RendezvousError
-from samestep.launch.meeting import MARKS, STALE, publish, rendezvous_path, wait_for
+from samestep.launch.hosts.rendezvous_file import STALE_S, START_MARKERS, rendezvous_path, wait_for, write
 from samestep.rankenv import RankVariables
 
 FACTS = {"addresses": ["10.0.0.1", "127.0.0.1"], "port": 4711, "token": "t" * 43}
@@ -25,12 +25,12 @@ TOLD = RankVariables(
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in MARKS:
+    for name in START_MARKERS:
         monkeypatch.delenv(name, raising=False)
 
 
 def test_what_is_published_is_found(tmp_path):
-    publish(tmp_path / "here", FACTS)
+    write(tmp_path / "here", FACTS)
     assert wait_for(tmp_path / "here", 0) == FACTS
 
 
@@ -47,13 +47,13 @@ def test_a_task_that_looks_early_waits_for_the_one_that_leads(tmp_path):
         follower = context.Process(target=look, args=(theirs,))
         follower.start()
         assert early.wait(60)
-        publish(tmp_path / "here", FACTS)
+        write(tmp_path / "here", FACTS)
         assert answers.recv() == FACTS
         follower.join()
 
 
 def test_it_is_for_this_user_alone_and_nothing_else_is_left(tmp_path):
-    publish(tmp_path / "here", FACTS)
+    write(tmp_path / "here", FACTS)
     assert stat.S_IMODE((tmp_path / "here").stat().st_mode) == 0o600
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
@@ -61,12 +61,12 @@ def test_it_is_for_this_user_alone_and_nothing_else_is_left(tmp_path):
 def test_nobody_ever_reads_half_of_it(tmp_path):
     path, done = tmp_path / "here", threading.Event()
     many = [{"token": letter * 100_000} for letter in "ab"]
-    publish(path, many[0])
+    write(path, many[0])
 
     def rewrite():
         while not done.is_set():
             for facts in many:
-                publish(path, facts)
+                write(path, facts)
 
     writer = threading.Thread(target=rewrite)
     writer.start()
@@ -79,15 +79,15 @@ def test_nobody_ever_reads_half_of_it(tmp_path):
 
 
 def test_a_new_one_replaces_a_leftover(tmp_path):
-    publish(tmp_path / "here", {"port": 1})
-    publish(tmp_path / "here", FACTS)
+    write(tmp_path / "here", {"port": 1})
+    write(tmp_path / "here", FACTS)
     assert wait_for(tmp_path / "here", 0) == FACTS
 
 
 def test_an_old_leftover_is_not_taken(tmp_path):
     path = tmp_path / "here"
-    publish(path, FACTS)
-    old = time.time() - STALE - 1
+    write(path, FACTS)
+    old = time.time() - STALE_S - 1
     os.utime(path, (old, old))
     with pytest.raises(RendezvousError, match="did it start, and do all hosts share"):
         wait_for(path, 0)
@@ -104,7 +104,7 @@ def test_what_somebody_else_has_put_there_is_refused(tmp_path):
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(RendezvousError, match=r"task 0 cannot say where it is, in .*missing/here: No such file"):
-        publish(tmp_path / "missing" / "here", FACTS)
+        write(tmp_path / "missing" / "here", FACTS)
 
 
 def test_tasks_of_one_step_agree_on_the_place(tmp_path, monkeypatch):
@@ -119,7 +119,7 @@ def test_tasks_of_one_step_agree_on_the_place(tmp_path, monkeypatch):
 def test_every_start_of_a_step_has_a_place_of_its_own(monkeypatch, one_host):
     told = replace(TOLD, one_host=one_host)
     places = [rendezvous_path(told), rendezvous_path(replace(told, job="slurm-12-1"))]
-    for name in MARKS:
+    for name in START_MARKERS:
         monkeypatch.setenv(name, "1")
         places.append(rendezvous_path(told))
     assert len(set(places)) == len(places)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from samestep.errors import UsageError
-from samestep.launch import failure, team
-from samestep.launch.failure import death
-from samestep.launch.loop import Loop
-from samestep.launch.memory import check_room, counts_own_kills, out_of_memory_kills, read_memory
-from samestep.launch.team import Job, LocalRanks
+from samestep.launch import local_ranks
+from samestep.launch.event_loop import Loop
+from samestep.launch.local_ranks import Job, LocalRanks
+from samestep.launch.rank import failure
+from samestep.launch.rank.failure import death
+from samestep.launch.resources import check_room, counts_own_kills, out_of_memory_kills, read_memory
 
 MACHINE = {"proc/vmstat": "nr_free_pages 5\noom_kill 7\n"}
 LEGACY = {
@@ -55,12 +56,12 @@ def test_a_kill_somewhere_on_the_machine_is_not_said_to_be_the_ranks(monkeypatch
 
 def test_what_the_kernel_killed_in_an_earlier_attempt_is_no_reason_for_a_later_end(monkeypatch):
     kills = [3]
-    monkeypatch.setattr(team, "out_of_memory_kills", lambda: kills[0])
+    monkeypatch.setattr(local_ranks, "out_of_memory_kills", lambda: kills[0])
     ranks = LocalRanks(Loop(), lambda kind, payload=b"", **body: None)
     for killed in (True, False):
         ranks.start(Job(program="train.py", arguments=()), None)
         kills[0] += killed
-        assert ranks._of_memory(-9) == killed
+        assert ranks._was_killed_for_memory(-9) == killed
 
 
 def test_more_ranks_than_memory_are_refused(tmp_path):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from samestep.launch.cores import cpu_quota, cpuset_size, parse_mounts
+from samestep.launch.cpus import cpu_quota, cpuset_size, parse_mounts
 
 UNIFIED = b"29 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
 ODD = {

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from samestep.errors import UsageError
-from samestep.launch.facts import Facts, digest, look
-from samestep.launch.network import Doorbell, Target, addresses, interface_named, probe, route_to
+from samestep.launch.hosts.host_info import HostInfo, digest, inspect_host
+from samestep.launch.hosts.network import ProbeServer, ProbeTarget, addresses, interface_named, probe, route_to
 
 HERE = "127.0.0.1"
 
@@ -32,7 +32,7 @@ def served(bell, done):
 
 
 def test_a_probe_tells_the_right_host_from_another_service_and_from_none():
-    with Doorbell(HERE) as bell, Doorbell(HERE) as other, socket.create_server((HERE, 0)) as gone:
+    with ProbeServer(HERE) as bell, ProbeServer(HERE) as other, socket.create_server((HERE, 0)) as gone:
         nobody = gone.getsockname()[1]
         gone.close()
         done = threading.Event()
@@ -40,9 +40,9 @@ def test_a_probe_tells_the_right_host_from_another_service_and_from_none():
         for thread in threads:
             thread.start()
         targets = {
-            "right": Target(HERE, bell.port, bell.nonce),
-            "wrong": Target(HERE, other.port, bell.nonce),
-            "none": Target(HERE, nobody, bell.nonce),
+            "right": ProbeTarget(HERE, bell.port, bell.nonce),
+            "wrong": ProbeTarget(HERE, other.port, bell.nonce),
+            "none": ProbeTarget(HERE, nobody, bell.nonce),
         }
         reached = probe(targets, 10.0)
         done.set()
@@ -57,15 +57,15 @@ def test_a_probe_tells_the_right_host_from_another_service_and_from_none():
 
 def test_a_host_that_says_nothing_is_given_up():
     with socket.create_server((HERE, 0)) as silent:
-        assert probe({"b": Target(HERE, silent.getsockname()[1], "x")}, 0.2) == {"b": "no answer in 0 s"}
+        assert probe({"b": ProbeTarget(HERE, silent.getsockname()[1], "x")}, 0.2) == {"b": "no answer in 0 s"}
 
 
 def test_two_hosts_that_probe_each_other_answer_meanwhile():
-    bells = Doorbell(HERE), Doorbell(HERE)
+    bells = ProbeServer(HERE), ProbeServer(HERE)
     found = {}
 
     def try_other(own, other):
-        found[own.port] = probe({"other": Target(HERE, other.port, other.nonce)}, 10.0, own)
+        found[own.port] = probe({"other": ProbeTarget(HERE, other.port, other.nonce)}, 10.0, own)
 
     threads = [threading.Thread(target=try_other, args=pair) for pair in (bells, bells[::-1])]
     for thread in threads:
@@ -81,8 +81,8 @@ def test_two_hosts_that_probe_each_other_answer_meanwhile():
 
 
 def test_facts_travel_with_the_names_of_networks():
-    facts = look(__file__, is_module=False)
-    told = Facts.from_json(json.loads(json.dumps(facts.as_json())))
+    facts = inspect_host(__file__, is_module=False)
+    told = HostInfo.from_json(json.loads(json.dumps(facts.as_json())))
     assert told == facts
     assert told.address_on(addresses()[-1].name) == HERE
     assert told.address_on("eth99") is None

@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from samestep import progress
-from samestep.launch.imports import when_imported
+from samestep.launch.rank.import_hooks import when_imported
 
 WATCH = """
 import json, os, sys
 from dataclasses import asdict
 from samestep import progress
-from samestep.launch.observers import Observer
+from samestep.launch.rank.observers import Observer
 
 class Watch(Observer):
     def begin(self, seat):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from samestep.errors import UsageError
-from samestep.launch import slurm
-from samestep.launch.devices import visible_gpus
-from samestep.launch.gather import names_of
-from samestep.launch.mpiexec import command
+from samestep.launch.hosts import slurm
+from samestep.launch.hosts.join import ssh_aliases
+from samestep.launch.hosts.mpiexec import command
+from samestep.launch.resources import visible_gpus
 
 ANSWERS = {
     "mpiexec": "printf 'mpiexec (OpenRTE) 4.1 de la soci\\351t\\351\\n'",
@@ -32,6 +32,6 @@ def test_in_latin_1_too(programs, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert "--oversubscribe" in command(2, ["true"], str(programs / "mpiexec"))
     assert visible_gpus() == 1
-    assert names_of("node1") == {"node1", "node1.lab"}
+    assert ssh_aliases("node1") == {"node1", "node1.lab"}
     with pytest.raises(UsageError, match=r"sbatch refuses the job: acc.s refus"):
         slurm.submit("#!/bin/sh\n", programs / "run")

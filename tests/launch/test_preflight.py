@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from samestep.launch.cluster import bound_too_closely, threads_of
-from samestep.launch.facts import Facts
-from samestep.launch.preflight import objection
+from samestep.launch.hosts.host_info import HostInfo
+from samestep.launch.hosts.preflight import binding_warnings, mismatch, threads_of
 
-GOOD = Facts(
+GOOD = HostInfo(
     name="a", host="a", pid=1, index=None, addresses=("10.0.0.1",), python="3.11.7", torch="2.13.0+cpu",
     samestep="0.1.0", gpus=0, cpus=(0, 1), cores=2, unbound=2, digest="d" * 64, directory="/work",
 )  # fmt: skip
@@ -18,7 +17,7 @@ GOOD = Facts(
 
 def judged(*changes, reached=None, slots=None, **more):
     facts = [replace(GOOD, name=name, **change) for name, change in zip("abcdef", changes, strict=False)]
-    return objection(facts, reached or {}, "train.py", slots or {}, **more)
+    return mismatch(facts, reached or {}, "train.py", slots or {}, **more)
 
 
 @pytest.mark.parametrize(("machine", "threads"), [("one boot", 1), ("another", 2)])
@@ -30,7 +29,7 @@ def test_cores_are_shared_by_agents_of_one_machine_and_not_by_machines_of_one_na
 @pytest.mark.parametrize(("machine", "warnings"), [("one boot", 1), ("another", 2)])
 def test_each_machine_that_binds_too_closely_is_told_of_once(machine, warnings):
     facts = [replace(GOOD, host="localhost", cpus=(0,), cores=1, machine=one) for one in ("one boot", machine)]
-    assert len(bound_too_closely(facts, None)) == warnings
+    assert len(binding_warnings(facts, None)) == warnings
 
 
 def test_hosts_that_fit_are_not_objected_to():

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from samestep import progress
-from samestep.launch import pulse
-from samestep.launch.loop import Loop
+from samestep.launch.event_loop import Loop
+from samestep.launch.monitor import heartbeat
 
 OWN = os.getpid()
 
@@ -27,7 +27,7 @@ class Looks:
         loop = Loop()
         self._loop = loop
         ranks = lambda: {3: (pid, progress.read(record))}  # noqa: E731
-        pulse.Pulses(loop, ranks, lambda kind, body: self.told.append((kind, body)))
+        heartbeat.HeartbeatMonitor(loop, ranks, lambda kind, body: self.told.append((kind, body)))
 
     def later(self, seconds: float) -> dict[str, object]:
         """Looks again when so many seconds have passed; returns what is told last."""
@@ -42,9 +42,14 @@ def test_who_stands_still_is_told_and_who_moves_again(record: int, monkeypatch: 
     looks = Looks(OWN, record, monkeypatch)
     assert looks.later(0.5) == {}
     told = looks.later(2.0)
-    assert (told["rank"], told["pid"], told["operation"], told["still"]) == (3, OWN, "", pytest.approx(2.0, abs=0.6))
+    assert (told["rank"], told["pid"], told["operation"], told["since_progress"]) == (
+        3,
+        OWN,
+        "",
+        pytest.approx(2.0, abs=0.6),
+    )
     progress.enter_collective("barrier", "train.py:4")
-    assert looks.later(1.1)["still"] == 0.0
+    assert looks.later(1.1)["since_progress"] == 0.0
     assert looks.later(0.1) == {}
     told = looks.later(2.0)
     assert (told["operation"], told["site"], told["entered"]) == ("barrier", "train.py:4", 1)
@@ -70,7 +75,7 @@ def test_steps_are_told_with_where_their_time_has_gone(record: int, monkeypatch:
     progress.count_step()
     whole = time.monotonic() - began
     looks.later(1.1)
-    (told,) = [body for kind, body in looks.told if kind == "pace"]
+    (told,) = [body for kind, body in looks.told if kind == "step_timing"]
     assert (told["rank"], told["step"]) == (3, 1)
     assert told["data"] >= 0.02
     assert told["non_training"] >= 0.04  # the collective in it is no other time
@@ -82,8 +87,8 @@ def test_after_a_sleep_of_the_whole_machine_nobody_has_stood_still(
     record: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = Looks(OWN, record, monkeypatch)
-    assert looks.later(2.0)["still"] == pytest.approx(2.0, abs=0.6)
-    assert looks.later(3600.0)["still"] == 0.0
+    assert looks.later(2.0)["since_progress"] == pytest.approx(2.0, abs=0.6)
+    assert looks.later(3600.0)["since_progress"] == 0.0
 
 
 def test_the_kernel_tells_who_is_stopped_and_who_computes(record: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +99,7 @@ def test_the_kernel_tells_who_is_stopped_and_who_computes(record: int, monkeypat
             looks = Looks(process.pid, record, monkeypatch)
             time.sleep(1.0)  # of computing, or of none: what a look a second later compares
             told = looks.later(1.0)
-            assert (told["state"], told["idle"]) == (state, pytest.approx(idle, abs=0.6))
+            assert (told["state"], told["since_activity"]) == (state, pytest.approx(idle, abs=0.6))
             process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
             assert looks.later(1.0)["state"] == "T"

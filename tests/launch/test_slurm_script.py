@@ -8,12 +8,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import dataclass
 
 import pytest
 from slurm_cluster import slurm_cluster
 
 from samestep.errors import UsageError
-from samestep.launch.slurm import Batch, batch_script, submit, warning_for
+from samestep.launch.hosts.slurm import SCRIPT, BatchJob, batch_script, submit, warning_for
 from samestep.rankenv import variable
 
 OVER = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED"}
@@ -48,9 +49,20 @@ class StandIn:
         return (self.told.parent / f"told-{task}").read_text().split("\0")[:-1]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job(BatchJob):
+    """A job whose script starts `python`."""
+
+    python: str = sys.executable
+
+
+def script_of(job):
+    return batch_script(job).replace(f"{shlex.quote(sys.executable)} -P", f"{shlex.quote(job.python)} -P")
+
+
 def batch(folder, *program, **more):
     known = {"directory": folder, "run_dir": folder / "run"}
-    return Batch(program=program or ("train.py",), **{**known, **more})
+    return Job(program=program or ("train.py",), **{**known, **more})
 
 
 def end_of(cluster, number):
@@ -61,42 +73,33 @@ def end_of(cluster, number):
 
 def run_to_its_end(cluster, job):
     """Returns the exit code and the output of a job, and how often it was queued again."""
-    number = submit(batch_script(job), job.run_dir)
+    number = submit(script_of(job), job.run_dir)
     said = end_of(cluster, number)
     code = int(said["ExitCode"].partition(":")[0])
     return code, (job.run_dir / f"slurm-{number}.out").read_text(), int(said["Restarts"])
 
 
 def test_the_script_reads_as_a_person_would_write_it(tmp_path):
-    job = Batch(
+    job = BatchJob(
         program=("train.py", "--lr", "0.1"),
         directory=tmp_path / "folder",
         run_dir=tmp_path / "folder/runs/train",
-        options=("--json", "result.json"),
+        options=("--restarts", "3", "--json", "result.json"),
         nodes=2,
-        gpus=4,
-        cpus=32,
-        time="1-12",
-        partition="gpu",
-        more=("--account=physics", "#SBATCH --exclusive"),
-        restarts=3,
-        python="/opt/venv/bin/python",
+        ranks=4,
+        sbatch_args="#SBATCH --account=physics --exclusive",
     )
     expected = """\
     #!/bin/bash
     #SBATCH --job-name=train
-    #SBATCH --partition=gpu
     #SBATCH --nodes=2
     #SBATCH --ntasks-per-node=1
-    #SBATCH --cpus-per-task=32
-    #SBATCH --gres=gpu:4
-    #SBATCH --time=1-12
+    #SBATCH --cpus-per-task=4
     #SBATCH --signal=B:USR1@60
     #SBATCH --requeue
     #SBATCH --open-mode=append
     #SBATCH --output=FOLDER/folder/runs/train/slurm-%j.out
-    #SBATCH --account=physics
-    #SBATCH --exclusive
+    #SBATCH --account=physics --exclusive
 
     cd FOLDER/folder || exit 2
 
@@ -110,9 +113,9 @@ def test_the_script_reads_as_a_person_would_write_it(tmp_path):
     trap 'warned=1; kill -USR1 "$(cat "$leader")"' USR1
 
     # one task on each node, with all of its cores and GPUs; each leaves with the exit code of the whole run
-    srun --kill-on-bad-exit=0 --wait=60 --cpu-bind=none --cpus-per-task=32 \\
+    srun --kill-on-bad-exit=0 --wait=60 --cpu-bind=none \\
         bash -c '[ "$SLURM_PROCID" != 0 ] || echo $$ >"$0"; exec "$@"' "$leader" \\
-        /opt/venv/bin/python -P -m samestep run -n 4 --restarts 3 --json result.json \\
+        PYTHON -P -m samestep run -n 4 --restarts 3 --json result.json \\
         --run-dir FOLDER/folder/runs/train"$again" \\
         train.py --lr 0.1 &
     wait $!
@@ -130,7 +133,12 @@ def test_the_script_reads_as_a_person_would_write_it(tmp_path):
     exit "$code"
     """
     refused = f"'saved, but not queued again; to go on: sbatch {tmp_path}/folder/runs/train/samestep.sbatch'"
-    filled = textwrap.dedent(expected).replace("REFUSED", refused).replace("FOLDER", str(tmp_path))
+    filled = (
+        textwrap.dedent(expected)
+        .replace("REFUSED", refused)
+        .replace("PYTHON", sys.executable)
+        .replace("FOLDER", str(tmp_path))
+    )
     assert batch_script(job) == filled
 
 
@@ -143,7 +151,7 @@ def test_what_is_not_asked_for_is_left_to_the_cluster(tmp_path):
 
 
 def test_sbatch_accepts_the_script(here, tmp_path):
-    job = batch(tmp_path, nodes=2, gpus=2, cpus=4, time="10", partition="low", more=("--comment='two words'",))
+    job = batch(tmp_path, nodes=2, ranks=4, sbatch_args="--gres=gpu:2 --time=10 --partition=low --comment='two words'")
     command = ["sbatch", "--test-only"]
     done = subprocess.run(command, input=batch_script(job), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -155,7 +163,7 @@ def test_names_and_arguments_come_through_as_they_are(here, tmp_path):
     folder.mkdir()
     words = ["a b", "$HOME `id`", 'q"q', "it's", "*", "line\nbreak", "", "\\", "é", "%j"]
     stand_in = StandIn(folder)
-    job = batch(folder, "my train.py", *words, name='it\'s $a "job"', ranks=1, python=str(stand_in.path))
+    job = batch(folder, "my train.py", *words, ranks=1, python=str(stand_in.path))
     code, said, _ = run_to_its_end(here, job)
     assert code == 0, said
     run = ["-P", "-m", "samestep", "run", "-n", "1", "--run-dir", str(folder / "run")]
@@ -174,13 +182,15 @@ def test_variables_go_along_by_name(here, tmp_path, monkeypatch):
     job = batch(tmp_path, python=str(stand_in.path), variables=("NAMED",))
     code, said, _ = run_to_its_end(here, job)
     assert (code, "is a secret\n" in said) == (0, True), said
-    assert "a secret" not in job.script.read_text()
+    assert "a secret" not in (job.run_dir / SCRIPT).read_text()
 
 
-@pytest.mark.parametrize("field", ["name", "partition", "time"])
+@pytest.mark.parametrize("field", ["program", "sbatch_args"])
 def test_a_line_break_cannot_smuggle_an_option_in(tmp_path, field):
+    text = "x\n#SBATCH --uid=0"
+    job = batch(tmp_path, text) if field == "program" else batch(tmp_path, sbatch_args=text)
     with pytest.raises(UsageError, match="leave line breaks and control characters out"):
-        batch_script(batch(tmp_path, **{field: "x\n#SBATCH --uid=0"}))
+        batch_script(job)
 
 
 @pytest.mark.prove  # as test_slurm has it with a training
@@ -196,8 +206,8 @@ def test_the_script_is_kept_and_may_be_submitted_once_more(here, tmp_path):
     run = 'while [ $# -gt 1 ] && [ "$1" != --run-dir ]; do shift; done; mkdir -p "$2"; [ ! -e "$2/run.json" ] || exit 2'
     job = batch(tmp_path, python=str(StandIn(tmp_path, f'{run}; touch "$2/run.json"').path))
     assert run_to_its_end(here, job)[0] == 0
-    assert job.script.read_text() == batch_script(job)
-    number = here.run(["sbatch", "--parsable", str(job.script)]).stdout.strip()
+    assert (job.run_dir / SCRIPT).read_text() == script_of(job)
+    number = here.run(["sbatch", "--parsable", str(job.run_dir / SCRIPT)]).stdout.strip()
     assert end_of(here, number)["ExitCode"] == "0:0"
     assert (job.run_dir / f"again-{number}-0" / "run.json").exists()
 
@@ -208,7 +218,7 @@ def test_what_cannot_be_queued_again_says_how_to_go_on(here, tmp_path):
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
     job = batch(tmp_path, python=str(stand_in.path))
-    script = batch_script(job).replace("scontrol requeue", f"{broken} requeue")
+    script = script_of(job).replace("scontrol requeue", f"{broken} requeue")
     number = submit(script, job.run_dir)
     assert end_of(here, number)["ExitCode"] == "75:0"
     assert f"to go on: sbatch {job.run_dir}/samestep.sbatch" in (job.run_dir / f"slurm-{number}.out").read_text()
@@ -232,8 +242,8 @@ def test_a_preempted_job_saves_and_goes_on_when_there_is_room(here, tmp_path):
     touch {tmp_path}/begun-$SLURM_PROCID
     while :; do read -r -t 60 <> {tmp_path}/pipe; done
     """
-    job = batch(tmp_path, nodes=2, partition="low", more=("--exclusive",), python=str(StandIn(tmp_path, body).path))
-    number = submit(batch_script(job), job.run_dir)
+    job = batch(tmp_path, nodes=2, sbatch_args="--partition=low --exclusive", python=str(StandIn(tmp_path, body).path))
+    number = submit(script_of(job), job.run_dir)
     while not all((tmp_path / f"begun-{task}").exists() for task in range(2)):
         time.sleep(0.02)  # the test's own deadline ends this
     urgent = here.run(["srun", "-N2", "--exclusive", "hostname"])
@@ -253,7 +263,7 @@ def test_a_warning_reaches_the_process_that_leads_and_no_other(here, tmp_path):
     exit 9
     """
     job = batch(tmp_path, nodes=2, python=str(StandIn(tmp_path, body).path))
-    number = submit(batch_script(job), job.run_dir)
+    number = submit(script_of(job), job.run_dir)
     signs = [tmp_path / "begun-0", tmp_path / "begun-1", tmp_path / "warned-1", tmp_path / "warned-2"]
     for wanted in (signs[:2], signs[2:3], signs[3:]):
         while not all(sign.exists() for sign in wanted):
@@ -297,7 +307,7 @@ def test_the_ranks_of_all_nodes_are_one_run_and_its_exit_code_is_the_jobs(here, 
 
 def test_a_refusal_of_sbatch_is_passed_on_in_one_line(here, tmp_path):
     with pytest.raises(UsageError) as refused:
-        submit(batch_script(batch(tmp_path, partition="nowhere")), tmp_path / "runs" / "one")
+        submit(batch_script(batch(tmp_path, sbatch_args="--partition=nowhere")), tmp_path / "runs" / "one")
     assert str(refused.value).startswith("sbatch refuses the job: invalid partition specified: nowhere")
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "runs").exists()

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.launch.pulse import Pace
-from samestep.launch.stragglers import Stragglers
+from samestep.launch.monitor.heartbeat import StepTiming
+from samestep.launch.monitor.stragglers import Stragglers
 from samestep.reporting.run_log import open_run
 
 
@@ -33,7 +33,7 @@ def lines(own, data=(0.0, 0.0, 0.0), *, loads=(0, 0, 0), floor=0.0, looks=60, se
             times["waited"] += whole - work - wait
             times["data"] += wait
             load = (look + 1.0) * loads[rank]
-            stragglers.hear(Pace(rank=rank, step=look + 1, non_training=0.0, load=load, **times))
+            stragglers.add(StepTiming(rank=rank, step=look + 1, non_training=0.0, load=load, **times))
         said += [(look, line) for _, _, line in stragglers.found(range(len(own)), spent[0]["at"])]
     return said
 
@@ -98,10 +98,12 @@ def standing(*spent):
     stragglers = Stragglers()
     for rank, (own, waited) in enumerate(spent):
         for step in (0, 10, 20):
-            stragglers.hear(
-                Pace(rank=rank, step=step, at=step * (own + waited), waited=step * waited, data=0.0, non_training=0.0)
+            stragglers.add(
+                StepTiming(
+                    rank=rank, step=step, at=step * (own + waited), waited=step * waited, data=0.0, non_training=0.0
+                )
             )
-    return stragglers.standing(range(len(spent)))
+    return stragglers.pace_summary(range(len(spent)))
 
 
 def test_a_display_says_how_long_the_ranks_wait_and_for_whom():
@@ -174,8 +176,8 @@ SCRIPT = """
         model(batch).mean().backward()
         optimizer.step()
     if rank == 0:
-        from samestep.launch import orders
-        print(orders.standing())
+        from samestep.launch.rank import control
+        print(control.pace())
     dist.destroy_process_group()
 """
 

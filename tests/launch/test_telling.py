@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from samestep.errors import CheckpointError, DataError, PeerError, RankFailure, StepError
-from samestep.launch.failure import describe
-from samestep.launch.telling import says_it_all
+from samestep.launch.rank.excepthook import needs_no_traceback
+from samestep.launch.rank.failure import describe
 
 
 def raised(kind, *arguments, after=None):
@@ -41,13 +41,13 @@ def in_the_script():
     ],
 )
 def test_what_says_it_all(error, short):
-    assert says_it_all(error, describe(error, 0)) is short
+    assert needs_no_traceback(error, describe(error, 0)) is short
 
 
 def test_a_script_s_own_way_of_showing_exceptions_is_left_to_it(monkeypatch):
     error = raised(StepError, "the step is not over")
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
-    assert not says_it_all(error, describe(error, 0))
+    assert not needs_no_traceback(error, describe(error, 0))
 
 
 def test_the_sentence_is_shown_once_and_each_log_has_the_traceback(folder):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from samestep import events, progress
-from samestep.launch import timeline
-from samestep.launch.observers import RankContext
-from samestep.launch.timeline import Timeline
+from samestep.launch.rank import timeline
+from samestep.launch.rank.observers import RankContext
+from samestep.launch.rank.timeline import Timeline
 from samestep.reporting.run_log import Run, open_run
 
 Events = list[dict[str, Any]]

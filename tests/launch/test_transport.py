@@ -17,8 +17,17 @@ import pytest
 from sshd import Talk, family, handles, have_ended, private_sshd
 
 from samestep.errors import UsageError
-from samestep.launch import transport
-from samestep.launch.transport import VIAS, Said, agent_command, attribute, explain, plan, require, start
+from samestep.launch.hosts import transport
+from samestep.launch.hosts.transport import (
+    VIAS,
+    OutputLine,
+    agent_command,
+    attribute,
+    check_installed,
+    explain,
+    plan,
+    start,
+)
 
 WAITS = ["/bin/sh", "-c", 'read -r greeting; echo "$$ $greeting"; cat; echo end']
 CLUSTER = ["node1", "node2", "node3"]
@@ -43,7 +52,7 @@ def ssh_first(request):
 
 def installed(via):
     try:
-        require(via)
+        check_installed(via)
     except UsageError as error:
         pytest.skip(str(error))
     return via
@@ -155,7 +164,7 @@ def test_nothing_is_left_when_the_transport_is_killed(via, server):
 def test_nothing_is_left_when_the_caller_is_killed(via, server):
     caller = textwrap.dedent(f"""
         import sys
-        from samestep.launch.transport import plan, start
+        from samestep.launch.hosts.transport import plan, start
         started = start(plan({via!r}, {CLUSTER}, {WAITS}, {server.ssh_args!r}), "hello")
         for one in started:
             for host in one.start.hosts:
@@ -291,7 +300,7 @@ def test_the_exact_commands(monkeypatch):
         f"""ssh {options} -- b '/py -m '"'"'x y'"'"''""",
     ]
     (pdsh,) = plan("pdsh", hosts, command, ours)
-    feeder = f"env {shlex.quote(sys.executable)} -P -m samestep.launch.transport"
+    feeder = f"env {shlex.quote(sys.executable)} -P -m samestep.launch.hosts.transport"
     assert str(pdsh) == f"""pdsh -S -f 2 -R exec -w a,b {feeder} ssh {options} -- %h '/py -m '"'"'x y'"'"''"""
     (clush,) = plan("clush", hosts, command, ours)
     assert clush.argv[:9] == ("/usr/bin/clush", "-S", "-R", "ssh", "-f", "2", "-t", "4", "--color=never")
@@ -319,19 +328,19 @@ def test_the_agent_runs_by_its_full_path():
 
 def test_pdsh_shortens_names_only_where_it_does_no_harm():
     (one,) = plan("pdsh", ["a.x", "b.x", "c"], ["true"])
-    assert attribute(one, "a: text: more") == Said("a.x", "text: more")
+    assert attribute(one, "a: text: more") == OutputLine("a.x", "text: more")
     assert attribute(one, "pdsh@head: b: env exited with exit code 7").exit_code == 7
-    assert attribute(one, "pdsh@head: c: env killed by signal 9") == Said(
+    assert attribute(one, "pdsh@head: c: env killed by signal 9") == OutputLine(
         "c", "pdsh@head: c: env killed by signal 9", 128 + 9
     )
     (one,) = plan("pdsh", ["a.x", "a.y"], ["true"])
     assert attribute(one, "a.y: text").host == "a.y"
-    assert attribute(one, "a: text") == Said(None, "a: text")
+    assert attribute(one, "a: text") == OutputLine(None, "a: text")
 
 
 def test_a_line_of_nobody_stays_whole():
     (one,) = plan("clush", ["a"], ["true"])
-    assert attribute(one, "Warning: something: else") == Said(None, "Warning: something: else")
+    assert attribute(one, "Warning: something: else") == OutputLine(None, "Warning: something: else")
 
 
 @pytest.mark.parametrize(("via", "package"), [("ssh", "openssh-client"), ("pdsh", "pdsh"), ("clush", "clustershell")])
@@ -348,7 +357,7 @@ def test_pdsh_and_clush_without_ssh_are_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     for via in ("pdsh", "clush"):
         with pytest.raises(UsageError, match="ssh is not installed here"):
-            require(via)
+            check_installed(via)
 
 
 def test_what_cannot_be_started_is_refused():
@@ -362,7 +371,7 @@ def test_what_cannot_be_started_is_refused():
 
 
 def test_nothing_stays_when_one_of_several_cannot_be_started(server, monkeypatch):
-    require("ssh")
+    check_installed("ssh")
     before = set(server.sessions())
     good = plan("ssh", ["node1"], WAITS, server.ssh_args)
     bad = [transport.Start(via="ssh", hosts=("node2",), argv=("/no/such/ssh",))]

@@ -8,26 +8,28 @@ from typing import Any
 
 import pytest
 
-from samestep.launch import vigil
-from samestep.launch.flight import Flight
-from samestep.launch.loop import Loop
-from samestep.launch.pulse import RankHeartbeat
-from samestep.launch.vigil import Watchdog
+from samestep.launch.event_loop import Loop
+from samestep.launch.monitor import watchdog
+from samestep.launch.monitor.flight_recorder import CollectiveRecord
+from samestep.launch.monitor.heartbeat import RankHeartbeat
+from samestep.launch.monitor.watchdog import Watchdog
 
 
 def computing(rank: int) -> RankHeartbeat:
     """A rank that has computed for 12 seconds, and not come to the end of a step."""
     where = {"operation": "", "site": "", "phase": "train", "entered": 3}
-    return RankHeartbeat(rank=rank, pid=70 + rank, step=30, still=12.0, idle=0.1, state="R", usual=0.2, **where)
+    return RankHeartbeat(
+        rank=rank, pid=70 + rank, step=30, since_progress=12.0, since_activity=0.1, state="R", p99_step=0.2, **where
+    )
 
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PERIOD", "ANSWER", "SETTLED"):
-        monkeypatch.setattr(vigil, name, 0.01)
+    for name in ("PERIOD_S", "STACKS_S", "SETTLED_S"):
+        monkeypatch.setattr(watchdog, name, 0.01)
 
 
-def watched(flights: Sequence[Flight]) -> tuple[list[str], list[Any]]:
+def watched(flights: Sequence[CollectiveRecord]) -> tuple[list[str], list[Any]]:
     """Returns what was said of two ranks that compute, and the orders that they got; their recorders know `flights`."""
     loop, said, orders = Loop(), [], []
 
@@ -36,7 +38,7 @@ def watched(flights: Sequence[Flight]) -> tuple[list[str], list[Any]]:
         if what == "flight":
             for flight in flights:
                 fields = {name: value for name, value in asdict(flight).items() if name != "rank"}
-                watch.hear("node1", "flight", {"rank": flight.rank, "flights": [fields]})
+                watch.on_message("node1", "flight", {"rank": flight.rank, "collectives": [fields]})
 
     def say(text: str) -> None:
         said.append(text)
@@ -44,15 +46,17 @@ def watched(flights: Sequence[Flight]) -> tuple[list[str], list[Any]]:
 
     watch = Watchdog(loop, lambda: [0, 1], order, say, lambda _: None)
     for rank in (0, 1):
-        watch.hear("node1", "pulse", asdict(computing(rank)))
+        watch.on_message("node1", "heartbeat", asdict(computing(rank)))
     loop.at(0.5, loop.stop)
     loop.run()
     watch.close()
     return said, orders
 
 
-def flight(rank: int, number: int, *, done: bool) -> Flight:
-    return Flight(rank=rank, group="0 default_pg", number=number, operation="all_reduce", sizes="[20]", done=done)
+def flight(rank: int, number: int, *, done: bool) -> CollectiveRecord:
+    return CollectiveRecord(
+        rank=rank, group="0 default_pg", number=number, operation="all_reduce", sizes="[20]", done=done
+    )
 
 
 @pytest.mark.usefixtures("at_once")
@@ -60,12 +64,14 @@ def test_a_rank_for_which_others_wait_in_a_kernel_is_found_by_the_flight_recorde
     said, orders = watched([flight(0, 41, done=False), flight(1, 40, done=True)])
     assert said[0].startswith("no progress for 12 s: rank 1 is computing but does not finish a step; rank")
     assert "flight recorder, group 0 default_pg: rank 0 collective 41, all_reduce of [20], not done" in said[0]
-    assert ("ask", [0, 1]) in orders
+    assert ("dump_stacks", [0, 1]) in orders
 
 
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("flights", [[], [flight(0, 41, done=True), flight(1, 41, done=True)]])
-def test_long_steps_in_which_nobody_waits_are_no_hang_and_the_recorders_are_asked_seldom(flights: list[Flight]) -> None:
+def test_long_steps_in_which_nobody_waits_are_no_hang_and_the_recorders_are_asked_seldom(
+    flights: list[CollectiveRecord],
+) -> None:
     said, orders = watched(flights)
     assert said == []
     assert orders == [("flight", [0, 1])]
@@ -74,15 +80,15 @@ def test_long_steps_in_which_nobody_waits_are_no_hang_and_the_recorders_are_aske
 @pytest.mark.usefixtures("at_once")
 def test_a_hang_that_a_signal_interrupts_for_a_moment_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the ranks are asked for may wake one; for one look nothing seems to hang."""
-    monkeypatch.setattr(vigil, "SETTLED", 0.1)
+    monkeypatch.setattr(watchdog, "SETTLED_S", 0.1)
     loop, said = Loop(), []
     watch = Watchdog(loop, lambda: [0, 1], lambda *_: None, said.append, lambda _: None)
-    asleep = replace(computing(1), state="S", idle=12.0)
-    waits = replace(computing(0), operation="all_reduce", site="train.py:20", idle=12.0)
+    asleep = replace(computing(1), state="S", since_activity=12.0)
+    waits = replace(computing(0), operation="all_reduce", site="train.py:20", since_activity=12.0)
     for pulse in (waits, asleep):
-        watch.hear("node1", "pulse", asdict(pulse))
-    loop.at(0.05, lambda: watch.hear("node1", "pulse", asdict(replace(asleep, still=0.1))))
-    loop.at(0.08, lambda: watch.hear("node1", "pulse", asdict(asleep)))
+        watch.on_message("node1", "heartbeat", asdict(pulse))
+    loop.at(0.05, lambda: watch.on_message("node1", "heartbeat", asdict(replace(asleep, since_progress=0.1))))
+    loop.at(0.08, lambda: watch.on_message("node1", "heartbeat", asdict(asleep)))
     loop.at(0.6, loop.stop)
     loop.run()
     watch.close()
@@ -94,7 +100,7 @@ def test_no_network_is_blamed_within_one_machine(machines: int, said: list[str],
     loop, heard = Loop(), []
     watch = Watchdog(loop, lambda: [0, 1], lambda *_: None, heard.append, lambda _: None, machines=machines)
     for rank in (0, 1):
-        watch.hear("localhost", "pulse", asdict(computing(rank)))  # machines may have the same name
+        watch.on_message("localhost", "heartbeat", asdict(computing(rank)))  # machines may have the same name
     monkeypatch.setattr(watch._stragglers, "found", lambda *_: [("network", [], "slow for all")])
     watch._compare()
     watch.close()

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from ports import free_port
-from samestep.launch.control import Pipe
-from samestep.launch.failure import FailureRecord
-from samestep.launch.loop import Loop
-from samestep.launch.stacks import STACKS_SIGNAL
-from samestep.launch.verdict import RunResult
-from samestep.launch.watcher import SILENT, Watch, _Rank, exit_code, last_words
+from samestep.launch.event_loop import Loop
+from samestep.launch.monitor.watcher import SILENT, ForeignRank, WatchedRanks, exit_code, last_lines
+from samestep.launch.rank.control import RankPipe
+from samestep.launch.rank.failure import FailureRecord
+from samestep.launch.rank.user_code import STACKS_SIGNAL
+from samestep.launch.result import RunResult
 
 BIN = Path(sys.executable).parent
 SCRIPT = """
@@ -184,7 +184,7 @@ def test_a_rank_that_cannot_notice_is_ended_with_the_others(start_by_hand):
 
 def test_ranks_that_their_launcher_has_ended_all_at_once_are_not_blamed_one_by_one():
     silent = [failure(rank, exception="Exit", message=SILENT) for rank in range(2)]
-    (line,) = last_words(RunResult(exit_code=1, size=2, blamed=silent[0], alike=(0, 1), failures=tuple(silent)), 2, "b")
+    (line,) = last_lines(RunResult(exit_code=1, size=2, blamed=silent[0], alike=(0, 1), failures=tuple(silent)), 2, "b")
     assert line.startswith("samestep: error: ranks 0-1 on host b ended without a word, all at once")
 
 
@@ -199,14 +199,14 @@ def verdict(*failures):
 
 def test_a_host_that_only_lost_a_peer_points_to_the_others():
     lost = verdict(*(failure(rank, lost_peer=True) for rank in (2, 3)))
-    (line,) = last_words(lost, 4, "b")
+    (line,) = last_lines(lost, 4, "b")
     assert line == "samestep: ranks 2-3 on host b lost their connection to a peer: its own host says why"
-    assert "no rank reported a cause" in last_words(lost, 2, "b")[0]  # there is no other host
+    assert "no rank reported a cause" in last_lines(lost, 2, "b")[0]  # there is no other host
 
 
 @pytest.mark.parametrize("ended", [{"signal": 15}, {"signal": 2}, {"exception": "KeyboardInterrupt"}])
 def test_a_run_that_somebody_has_ended_needs_no_explanation(ended):
-    assert last_words(verdict(failure(0, **ended)), 2, "b") == []
+    assert last_lines(verdict(failure(0, **ended)), 2, "b") == []
 
 
 def test_the_exit_code_of_a_process_is_known_until_its_parent_has_taken_it():
@@ -224,8 +224,8 @@ def test_a_rank_whose_interpreter_ends_is_not_asked_for_its_stacks(leaving):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     handle = os.pidfd_open(child.pid)
     with rank, watcher, child:
-        one = _Rank(0, child.pid, handle, Pipe(watcher), stacks=-1, record=-1, leaving=leaving)
-        Watch(Loop(), [one]).order("ask", [0])
+        one = ForeignRank(0, child.pid, handle, RankPipe(watcher), stacks=-1, record=-1, leaving=leaving)
+        WatchedRanks(Loop(), [one]).order("ask", [0])
         child.communicate(b"\n")
     os.close(handle)
     assert child.returncode == (0 if leaving else -STACKS_SIGNAL)  # without faulthandler the signal ends a process

@@ -13,9 +13,9 @@ import time
 import pytest
 
 from samestep.errors import RendezvousError
-from samestep.launch import wire
-from samestep.launch.head import from_afar
-from samestep.launch.wire import Listener, connect, new_token
+from samestep.launch.controller import connection_of
+from samestep.launch.hosts import secure_link
+from samestep.launch.hosts.secure_link import Listener, connect, new_token
 
 HERE = "127.0.0.1"
 
@@ -70,7 +70,7 @@ def ends(token):
 
 def test_both_sides_hear_each_other(ends):
     head, agent = ends
-    assert head.peer_about == {"host": "b"}
+    assert head.peer_info == {"host": "b"}
     agent.send({"kind": "output", "rank": 3}, b"\x00bytes\xff")
     head.send({"kind": "order", "what": "stop"})
     (output,), (order,) = take(head), take(agent)
@@ -81,7 +81,7 @@ def test_both_sides_hear_each_other(ends):
 def test_an_agent_that_does_not_say_what_its_host_is_called_goes_by_its_address(token):
     with Listener(token, HERE) as listener:
         head, agent = meet(listener, token, about={"index": 1})
-    assert from_afar(head).host == HERE
+    assert connection_of(head).host == HERE
     head.close()
     agent.close()
 
@@ -96,7 +96,7 @@ def test_what_an_agent_tells_of_itself_has_names(token):
         agent.start()
         while agent.is_alive():
             assert listener.accept() is None
-        assert set(listener.refused) == {"127.0.0.1: it said nothing that an agent says"}
+        assert set(listener.rejected) == {"127.0.0.1: it said nothing that an agent says"}
 
 
 def test_a_slow_reader_gets_everything_in_order(ends):
@@ -104,7 +104,7 @@ def test_a_slow_reader_gets_everything_in_order(ends):
     blocks = [bytes([number % 256]) * 100_000 for number in range(200)]
     for number, block in enumerate(blocks):
         agent.send({"kind": "output", "number": number}, block)  # 20 MB: more than any socket takes
-    assert agent.wants_write()
+    assert agent.pending
     found = []
     while len(found) < len(blocks):
         found += head.receive()
@@ -120,10 +120,10 @@ def test_the_end_of_one_side_is_seen_by_the_other(ends):
     assert head.closed
 
 
-def test_a_link_that_had_nothing_to_say_is_not_unanswered(ends):
+def test_a_link_that_had_nothing_to_say_is_not_unacknowledged_s(ends):
     _, agent = ends
     time.sleep(0.2)  # the silence itself is what is tested
-    assert agent.unanswered() == 0.0
+    assert agent.unacknowledged_s() == 0.0
 
 
 def test_another_token_is_refused_on_both_sides(token):
@@ -141,7 +141,7 @@ def test_another_token_is_refused_on_both_sides(token):
         while agent.is_alive():
             assert listener.accept() is None
         assert failures == ["the controller uses a different token: set the same SAMESTEP_TOKEN on every host"]
-        assert listener.refused == ["127.0.0.1: it uses a different token"]
+        assert listener.rejected == ["127.0.0.1: it uses a different token"]
 
 
 def test_a_head_that_does_not_know_the_token_is_not_believed(token):
@@ -150,7 +150,7 @@ def test_a_head_that_does_not_know_the_token_is_not_believed(token):
         def pretend():
             stream, _ = impostor.accept()
             with stream:
-                stream.sendall(b'{"protocol": 1, "nonce": "00"}\n')
+                stream.sendall(b'{"protocol": 2, "nonce": "00"}\n')
                 stream.recv(1 << 16)
                 stream.sendall(b'{"proof": "00"}\n')
 
@@ -170,7 +170,7 @@ def test_nobody_at_any_address_is_told_with_what_was_tried(token):
         connect([HERE, "127.0.0.2"], port, token, {}, seconds=0)
 
 
-def test_a_thousand_idle_strangers_and_garbage_do_not_keep_an_agent_out(token):
+def test_a_thousand_idle_pending_and_garbage_do_not_keep_an_agent_out(token):
     with Listener(token, HERE) as listener:
         strangers = []
         for number in range(1000):
@@ -274,10 +274,10 @@ def greet(listener):
 def refusals(listener, count=1):
     """Waits until so many were turned away."""
     until = time.monotonic() + 20
-    while len(listener.refused) < count and time.monotonic() < until:
+    while len(listener.rejected) < count and time.monotonic() < until:
         select.select([listener], [], [], 0.1)
         assert listener.accept() is None
-    return listener.refused
+    return listener.rejected
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_whatever_a_stranger_says_the_head_goes_on(token, line):
 def test_an_agent_that_lost_patience_does_not_come_in_twice(token):
     with Listener(token, HERE) as listener:
         stranger, nonce = greet(listener)
-        proof = wire._mac(bytes.fromhex(token), "agent", nonce, "00", "{}").hex()
+        proof = secure_link._mac(bytes.fromhex(token), "agent", nonce, "00", "{}").hex()
         stranger.sendall(json.dumps({"nonce": "00", "about": {}, "proof": proof}).encode() + b"\n")
         stranger.close()
         assert refusals(listener) == ["127.0.0.1: it left before it was heard"]
@@ -321,13 +321,13 @@ def few_descriptors():
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_strangers_leave_the_head_most_of_its_descriptors(token, few_descriptors):
+def test_pending_leave_the_head_most_of_its_descriptors(token, few_descriptors):
     with Listener(token, HERE) as listener:
         strangers = []
         for _ in range(250):
             strangers.append(socket.create_connection((HERE, listener.port)))
             listener.accept()
-        assert len(listener._strangers) == few_descriptors // 4
+        assert len(listener._pending) == few_descriptors // 4
         for end in (*meet(listener, token), *strangers):
             end.close()
 
@@ -368,7 +368,7 @@ class Impostor:
             stream.sendall(b" ")
 
 
-HELLO = b'{"protocol": 1, "nonce": "00"}'
+HELLO = b'{"protocol": 2, "nonce": "00"}'
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ HELLO = b'{"protocol": 1, "nonce": "00"}'
         ([b"SSH-2.0-OpenSSH_9"], "something else answers there"),
         ([b"[]"], "something else answers there"),
         ([b"[" * 5_000], "something else answers there"),
-        ([b'{"protocol": 2}'], "not as the head of a run of this version"),
+        ([b'{"protocol": 3}'], "not as the head of a run of this version"),
         ([HELLO, '{"proof": "é"}'.encode()], "uses a different token"),
         ([], "took too long|timed out"),
     ],
@@ -406,7 +406,7 @@ def test_the_head_of_another_run_at_the_first_address_does_not_hide_the_right_on
 def test_number_keys_do_not_look_like_another_token(token):
     with Listener(token, HERE) as listener:
         head, agent = meet(listener, token, about={"cores": {2: "a", 10: "b"}})
-        assert head.peer_about == {"cores": {"2": "a", "10": "b"}}
+        assert head.peer_info == {"cores": {"2": "a", "10": "b"}}
         head.close()
         agent.close()
 
@@ -451,19 +451,19 @@ def test_nothing_is_kept_for_one_that_has_gone(ends):
     agent.close()
     take(head)
     head.send({"kind": "order"}, b"x" * 1000)
-    assert (head.pending, head.wants_write()) == (0, False)
+    assert head.pending == 0
 
 
 def test_a_message_that_is_too_large_is_refused_where_it_is_sent(ends):
     head, agent = ends
     with pytest.raises(ValueError, match="send it in parts"):
-        agent.send({"kind": "output"}, b"x" * wire.MOST_FRAME)
+        agent.send({"kind": "output"}, b"x" * secure_link.MOST_FRAME)
     agent.send({"kind": "next"})
     assert [message.kind for message in take(head)] == ["next"]
 
 
 def test_what_nobody_takes_ends_the_connection_before_memory_does(ends, monkeypatch):
-    monkeypatch.setattr(wire, "MOST_WAITING", 1 << 20)
+    monkeypatch.setattr(secure_link, "MOST_WAITING", 1 << 20)
     _, agent = ends
     while not agent.closed:
         agent.send({"kind": "output"}, b"x" * 100_000)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.launch.nursery import PreforkServer
+from samestep.launch.start.prefork_server import PreforkServer
 from samestep.planning.profile import Profile
 from samestep.planning.profiling import OBSERVER, profile_script
 from samestep.verification import runs
@@ -23,7 +23,7 @@ def nursery() -> Iterator[PreforkServer]:
         patched.setenv("OMP_NUM_THREADS", "1")  # threads that wait for one another take as long as the machine is busy
         made = PreforkServer(runs.shared_variables(1), [OBSERVER.partition(":")[0], "samestep.planning.measuring"])
         try:
-            assert made.objection() is None
+            assert made.why_unavailable() is None
             yield made
         finally:
             made.close()

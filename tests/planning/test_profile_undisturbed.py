@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import UsageError
-from samestep.launch.nursery import PreforkServer
+from samestep.launch.start.prefork_server import PreforkServer
 from samestep.planning.observing import LISTENED, WARM_UP
 from samestep.planning.profile import Profile
 from samestep.verification import runs

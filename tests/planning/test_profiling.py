@@ -13,7 +13,7 @@ import pytest
 
 from samestep.cli import main
 from samestep.errors import UsageError
-from samestep.launch.nursery import PreforkServer
+from samestep.launch.start.prefork_server import PreforkServer
 from samestep.planning import measuring, profiling
 from samestep.planning.moments import Mark, Moments
 from samestep.planning.profile import Profile, load

@@ -101,7 +101,7 @@ def live(words):
     import runpy
 
     from samestep.launch.process import set_exit_code
-    from samestep.launch.script import run_script
+    from samestep.launch.rank.script import run_script
 
     if "PMI_FD" in os.environ:
         channel = os.dup(0)

@@ -22,7 +22,7 @@ from samestep.data.once import _beside, _is_done
 from samestep.doctor import hosts
 from samestep.doctor.line import told_by
 from samestep.events import KINDS
-from samestep.launch import wire
+from samestep.launch.hosts import secure_link
 from samestep.planning import profile, settings
 from samestep.replicas import culprits
 from samestep.reporting import summary as summaries
@@ -203,7 +203,7 @@ def descriptors(data):
 def handshakes(data):
     line = data.draw(raw | json_values.map(lambda one: json.dumps(one).encode()))
     try:
-        assert isinstance(wire._parse(line), dict)
+        assert isinstance(secure_link._parse(line), dict)
     except ValueError:
         return
 

@@ -17,21 +17,24 @@ from pathlib import Path
 
 import pytest
 
-from samestep.launch import console
-from samestep.launch.console import Screen
-from samestep.launch.terminal import harmless
+from samestep.launch.output import console
+from samestep.launch.output.console import NonBlockingWriter
+from samestep.launch.output.lines import strip_control
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src" / "samestep").rglob("*.py"))
 BY_PICKLE = {  # functions and their results between processes of one user, and files that the user asks to convert
-    "launch/pool.py",
-    "launch/calls.py",
-    "launch/observers.py",
-    "launch/nursery.py",
-    "launch/spawn.py",
+    "launch/functions/pool.py",
+    "launch/functions/calls.py",
+    "launch/rank/observers.py",
+    "launch/start/prefork_server.py",
+    "launch/functions/spawn.py",
     "checkpoints/convert_worker.py",
 }
-OWN_CODE = {"launch/script.py": "exec", "pipelines/cutting.py": "exec"}  # the user's script; what torch.fx has written
+OWN_CODE = {
+    "launch/rank/script.py": "exec",
+    "pipelines/cutting.py": "exec",
+}  # the user's script; what torch.fx has written
 OWN_FILES = {"verification/judging/record.py"}  # what verify's own ranks have put into its own private folder
 FORBIDDEN = {"eval", "exec", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"}
 
@@ -158,7 +161,7 @@ def test_nobody_else_can_read_what_a_run_leaves_behind(tmp_path):
     ],
 )
 def test_what_would_move_a_terminal_is_taken_out_of_a_line(line, shown):
-    assert harmless(line) == shown
+    assert strip_control(line) == shown
 
 
 def on_a_terminal(folder, *words):
@@ -204,7 +207,9 @@ def test_a_file_that_is_refused_cannot_clear_the_terminal_by_its_words(tmp_path,
 
 def test_what_the_launcher_says_of_a_script_cannot_clear_the_terminal(tmp_path, monkeypatch):
     leader, follower = pty.openpty()
-    monkeypatch.setattr(console, "open_screens", lambda: {"out": Screen(follower), "err": Screen(follower)})
+    monkeypatch.setattr(
+        console, "open_writers", lambda: {"out": NonBlockingWriter(follower), "err": NonBlockingWriter(follower)}
+    )
     shown = console.Console([tmp_path], drawn=())
     shown.tell("group evil\x1b[2J\x1b]0;owned\x07: rank 0 waits\n    in \x1b[3Aline 7")
     shown.close()
@@ -222,7 +227,13 @@ OTHER_FORMATS = {"yaml", "shelve", "dill", "joblib", "configparser", "cPickle", 
 IN_MEMORY = {"reporting/packed.py"}  # what it has itself packed, and never a file
 BY_NAME = {  # a table's, a function's own or the user's word on the command line, and never what a file says
     *("__init__.py", "bench/__init__.py", "cli/__init__.py", "recipes/architectures.py", "runtime/mpi/library.py"),
-    *("launch/calls.py", "launch/fork.py", "launch/nursery.py", "launch/observers.py", "launch/status.py"),
+    *(
+        "launch/functions/calls.py",
+        "launch/start/fork.py",
+        "launch/start/prefork_server.py",
+        "launch/rank/observers.py",
+        "launch/functions/status_line.py",
+    ),
 }
 
 

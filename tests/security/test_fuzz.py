@@ -26,10 +26,10 @@ import samestep
 from samestep.checkpoints import manifest
 from samestep.checkpoints.reader import read_tensors
 from samestep.errors import SamestepError
-from samestep.launch.frames import Link
-from samestep.launch.hostlist import parse_hostfile, parse_hosts
-from samestep.launch.terminal import harmless
-from samestep.launch.wire import SealedLink, new_token
+from samestep.launch.hosts.hostlist import parse_hostfile, parse_hosts
+from samestep.launch.hosts.secure_link import AuthenticatedLink, new_token
+from samestep.launch.link import Link
+from samestep.launch.output.lines import strip_control
 from samestep.network.cluster import parse as parse_cluster
 from samestep.reporting.run_log import open_run
 from samestep.runtime.store_messages import decode_registration
@@ -89,7 +89,7 @@ def sealed_frames(data):
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as theirs:
         ours, _ = server.accept()
         with ours:
-            link = SealedLink(ours, bytes.fromhex(new_token()), "ours", "theirs", {})
+            link = AuthenticatedLink(ours, bytes.fromhex(new_token()), "ours", "theirs", {})
             theirs.sendall(said)
             select.select([ours], [], [])
             assert link.receive() == []
@@ -130,7 +130,7 @@ def run_directories(data):
 
 
 def terminal_lines(data):
-    line = harmless(data.draw(st.text("\x1b[]0;m2JPX\x07\\a\x9b\x08", max_size=60)).encode())
+    line = strip_control(data.draw(st.text("\x1b[]0;m2JPX\x07\\a\x9b\x08", max_size=60)).encode())
     left = line
     while (place := left.find(b"\x1b")) >= 0:  # colours only
         end = left.find(b"m", place)

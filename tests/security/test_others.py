@@ -16,7 +16,7 @@ import pytest
 from ports import free_port
 from samestep.cli.hosts import taken_along
 from samestep.errors import RendezvousError
-from samestep.launch.wire import connect
+from samestep.launch.hosts.secure_link import connect
 from samestep.paths import own_folder
 from samestep.rankenv import fresh_environment
 
@@ -159,7 +159,7 @@ def test_another_user_is_not_taken_for_a_rank(tmp_path):
 
 
 NOBODY = 65534
-WATCHED = "from samestep.launch.watched import start_watcher; print(start_watcher(2, 2), flush=True); input()"
+WATCHED = "from samestep.launch.monitor.attach import start_watcher; print(start_watcher(2, 2), flush=True); input()"
 ASKING = """
 import os, socket, sys, tempfile
 from samestep import progress

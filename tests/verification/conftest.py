@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from samestep.launch.nursery import PreforkServer
 from samestep.launch.process import Process
+from samestep.launch.start.prefork_server import PreforkServer
 from samestep.verification import runner, runs, verify
 
 collect_ignore_glob = ["frameworks/*", "conftest.py"]  # scripts of other libraries are run, not imported
@@ -26,7 +26,7 @@ def forks_runs() -> Iterator[PreforkServer]:
     """The process that forks the runs, with one thread each."""
     modules = [observer.partition(":")[0] for observer in (runner._RECORDER, runner._ALONE)]
     process = PreforkServer({"PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"}, modules)
-    assert process.objection() is None
+    assert process.why_unavailable() is None
     yield process
     process.close()
 

@@ -23,7 +23,7 @@ UNWATCHED = """
 
     def import_all():
         import torch.distributed.fsdp, torch.utils.data, torch._dynamo
-        from samestep.launch.fork import warm
+        from samestep.launch.start.fork import warm
         assert warm("import samestep", pathlib.Path(os.devnull)) is None
 
     def written_by_us(value):
@@ -33,7 +33,7 @@ UNWATCHED = """
 
     def begin():
         from samestep.launch import progress_notes
-        from samestep.launch.observers import RankContext
+        from samestep.launch.rank.observers import RankContext
         from samestep.verification.recording.recorder import Recorder
 
         progress_notes.begin()
@@ -113,7 +113,7 @@ def test_fresh_interpreters_go_on_where_the_process_that_forks_has_been_killed(t
     script = Script(program=str(path))
     with fork_server_for(script, 2) as fork_server:
         assert fork_server is not None
-        assert fork_server.objection() is None
+        assert fork_server.why_unavailable() is None
         os.kill(fork_server._process.pid, signal.SIGKILL)
         while not fork_server.has_ended():
             os.sched_yield()

@@ -11,8 +11,8 @@ import pytest
 from journals import record
 
 import samestep
-from samestep.launch import failure
-from samestep.launch.failure import as_json, death, lost_host
+from samestep.launch.rank import failure
+from samestep.launch.rank.failure import as_json, death, lost_host
 from samestep.verification import machine, runner
 from samestep.verification.files import Files
 from samestep.verification.judging.single import Run

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from samestep.bench.harness import Comparison, Options, Report, alternate
 from samestep.errors import UsageError
-from samestep.launch.spawn import spawn
+from samestep.launch.functions.spawn import spawn
 
 if TYPE_CHECKING:
     from torch import Tensor

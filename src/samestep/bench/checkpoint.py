@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.bench.harness import Comparison, Options, Report
 from samestep.bench.networks import MLP
-from samestep.launch.spawn import spawn
+from samestep.launch.functions.spawn import spawn
 
 if TYPE_CHECKING:
     from samestep.runtime.world import World

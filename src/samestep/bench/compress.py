@@ -23,8 +23,8 @@ from samestep.bench.harness import FEWEST, Comparison, Options, Report, alternat
 from samestep.bench.networks import WIDE
 from samestep.bench.step import align, setting, steps_of
 from samestep.errors import UsageError
-from samestep.launch.devices import visible_gpus
-from samestep.launch.spawn import spawn
+from samestep.launch.functions.spawn import spawn
+from samestep.launch.resources import visible_gpus
 from samestep.rankenv import read_rank_variables
 
 if TYPE_CHECKING:

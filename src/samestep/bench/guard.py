@@ -21,8 +21,8 @@ from samestep.bench.harness import Comparison, Options, Report, alternate
 from samestep.bench.networks import MLP
 from samestep.bench.step import align, setting, steps_of
 from samestep.errors import UsageError
-from samestep.launch.devices import visible_gpus
-from samestep.launch.spawn import spawn
+from samestep.launch.functions.spawn import spawn
+from samestep.launch.resources import visible_gpus
 
 if TYPE_CHECKING:
     from samestep.replicas.drift import DriftMonitor

@@ -18,8 +18,8 @@ from typing import Any
 
 from samestep.bench.harness import Options, Report
 from samestep.errors import UsageError
-from samestep.launch.devices import visible_gpus
-from samestep.launch.spawn import spawn
+from samestep.launch.functions.spawn import spawn
+from samestep.launch.resources import visible_gpus
 from samestep.network.links import Link, Links, fit
 from samestep.rankenv import read_rank_variables
 from samestep.text import bytes_text, seconds_text

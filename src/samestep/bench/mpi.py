@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.bench.allreduce import BLOCK_BYTES, KIB, MIB, MOST_CALLS, size_text
 from samestep.bench.harness import Comparison, Options, Report, alternate
 from samestep.errors import UsageError
-from samestep.launch import mpiexec
+from samestep.launch.hosts import mpiexec
 from samestep.rankenv import child_environment
 
 if TYPE_CHECKING:

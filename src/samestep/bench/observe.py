@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Self
 from samestep.bench.harness import Comparison, Options, Report, in_turn
 from samestep.bench.networks import MLP
 from samestep.bench.step import align, setting, their_steps
-from samestep.launch.devices import visible_gpus
-from samestep.launch.pool import RankPool
+from samestep.launch.functions.pool import RankPool
+from samestep.launch.resources import visible_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 RECORDER = "samestep.verification.recording.recorder:Recorder"
-TIMELINE = "samestep.launch.timeline:Timeline"
+TIMELINE = "samestep.launch.rank.timeline:Timeline"
 CHECKER = "samestep.verification.online.checker:Checker"
 RECORDED = 1.15  # promised of a step whose gradients and parameters are digested
 CHECKED = 1.02  # of a step under --check
@@ -233,8 +233,8 @@ def _peak() -> int:
 def _notes(repeats: int = 30) -> Comparison:
     """What a script's usual calls of :mod:`samestep.progress` cost with events, held against what is promised."""
     from samestep import events, progress
-    from samestep.launch.observers import RankContext
-    from samestep.launch.timeline import Timeline
+    from samestep.launch.rank.observers import RankContext
+    from samestep.launch.rank.timeline import Timeline
 
     times = []
     for _ in range(repeats):

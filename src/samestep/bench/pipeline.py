@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from samestep.bench.harness import Comparison, Options, Report, alternate, in_turn
 from samestep.bench.step import align
 from samestep.errors import UsageError
-from samestep.launch.devices import visible_gpus
-from samestep.launch.spawn import spawn
+from samestep.launch.functions.spawn import spawn
+from samestep.launch.resources import visible_gpus
 from samestep.rankenv import variable
 from samestep.topology import cut_evenly
 

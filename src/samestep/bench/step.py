@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from samestep.bench.harness import Comparison, Options, Report, alternate
 from samestep.bench.networks import CNN, MLP, TRANSFORMER, Task
 from samestep.bench.peers import installed, steps_of_peer
-from samestep.launch.devices import visible_gpus
-from samestep.launch.spawn import spawn
+from samestep.launch.functions.spawn import spawn
+from samestep.launch.resources import visible_gpus
 
 if TYPE_CHECKING:
     from torch import nn

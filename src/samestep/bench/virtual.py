@@ -14,8 +14,8 @@ from samestep.bench.harness import Comparison, Options, Report, alternate
 from samestep.bench.networks import MLP
 from samestep.bench.step import STEPS, advance, align, our_steps, setting
 from samestep.errors import UsageError
-from samestep.launch.devices import visible_gpus
-from samestep.launch.spawn import spawn
+from samestep.launch.functions.spawn import spawn
+from samestep.launch.resources import visible_gpus
 from samestep.topology import is_power_of_two
 
 __all__: list[str] = []

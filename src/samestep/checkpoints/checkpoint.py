@@ -55,7 +55,7 @@ from samestep.checkpoints.store import CheckpointStore
 from samestep.checkpoints.tree import decode
 from samestep.checkpoints.writer import THREAD, SaveResult
 from samestep.errors import CheckpointError, Preempted, UsageError
-from samestep.launch.warning import warn
+from samestep.launch.rank.user_code import warn
 from samestep.progress import phase, resume_from, set_step
 from samestep.rankenv import variable
 from samestep.runtime.world import World

@@ -14,7 +14,7 @@ import torch
 
 from samestep.compress.error_feedback import State as Residuals
 from samestep.errors import CheckpointError
-from samestep.launch.warning import warn
+from samestep.launch.rank.user_code import warn
 from samestep.pipelines.pipeline import Pipeline
 from samestep.replicas.compression import GradientCompression
 from samestep.replicas.replicate import Replica

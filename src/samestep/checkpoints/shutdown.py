@@ -1,7 +1,7 @@
 """Graceful shutdown: all ranks save the same step and leave with exit code 75, when asked or when time is nearly over.
 
     SIGTERM or SIGUSR1, to any one rank      schedulers send them to some processes of a job, or to all
-    the launcher's order, to every rank      over the control pipe (samestep.launch.control)
+    the launcher's order, to every rank      over the control pipe (samestep.launch.rank.control)
     the deadline, on rank 0                  given by the script, or by Slurm
                      |
                      v
@@ -27,7 +27,7 @@ from types import FrameType
 
 from samestep.checkpoints.interval import parse_duration
 from samestep.errors import UsageError
-from samestep.launch import orders
+from samestep.launch.rank import control
 from samestep.rankenv import child_environment, variable
 from samestep.runtime.step_state import StepState
 from samestep.runtime.world import World
@@ -133,7 +133,7 @@ class StopSignals:
             for number in SIGNALS:
                 if signal.getsignal(number) == signal.SIG_DFL:  # the script's own handler knows better
                     signal.signal(number, _handle)
-        orders.when_preempted(_request_all)
+        control.when_preempted(_request_all)
 
     def request_stop(self, number: int) -> None:
         """Requests that all ranks leave, if nobody has asked before."""
@@ -176,7 +176,7 @@ def _handle(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  (the
 
 
 def _restore_handlers() -> None:
-    orders.when_preempted(None)
+    control.when_preempted(None)
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             if signal.getsignal(number) is _handle:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from samestep._version import __version__
 from samestep.errors import SamestepError, UsageError
-from samestep.launch import ahead
+from samestep.launch.start import early_agent
 from samestep.rankenv import set_variables, variable
 
 __all__ = ["main"]
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except SamestepError as error:
-        from samestep.launch.console import say
+        from samestep.launch.output.console import say
 
         say(f"error: {error}")  # which may quote a file that somebody else has written
         return error.exit_code
@@ -99,11 +99,11 @@ def _dispatch(arguments: list[str]) -> int:
     _check_place()
     if arguments[0] == "run":
         _apply_overlay()
-        ahead.begin(arguments[1:])
+        early_agent.begin(arguments[1:])
     try:
         code: int = import_module(command.module).main(arguments[1:])
     finally:
-        ahead.drop()
+        early_agent.discard()
     return code
 
 

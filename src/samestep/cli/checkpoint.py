@@ -27,7 +27,7 @@ from samestep.checkpoints.inspection import (
 )
 from samestep.checkpoints.manifest import Manifest
 from samestep.checkpoints.payload import ForeignError, payloads
-from samestep.cli.before import check_json
+from samestep.cli.checks import check_json
 from samestep.cli.options import Parser, some_seconds, whole
 from samestep.cli.result import write_json
 from samestep.errors import CheckpointError, UsageError

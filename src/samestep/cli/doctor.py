@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from samestep.cli.before import check_json
+from samestep.cli.checks import check_json
 from samestep.cli.options import Parser
 from samestep.cli.result import write_json
 from samestep.doctor.line import Finding, worst_level

@@ -12,38 +12,36 @@ from pathlib import Path
 
 from samestep.cli.options import Parser, seconds
 from samestep.errors import RankVariablesError, SamestepError, UsageError
-from samestep.launch.address import check_loopback
-from samestep.launch.cluster import HostRanks, Wanted, preflight
-from samestep.launch.console import say
-from samestep.launch.devices import visible_gpus
-from samestep.launch.doors import JoinSource, TransportSource
-from samestep.launch.gather import (
+from samestep.launch.controller import Controller, open_here
+from samestep.launch.hosts.hostlist import HostSlots, parse_hostfile, parse_hosts
+from samestep.launch.hosts.join import Replacement, start_by_transport, stop_transports, wait_for_agents
+from samestep.launch.hosts.network import addresses, interface_named
+from samestep.launch.hosts.preflight import HostRanks, RunRequest, preflight
+from samestep.launch.hosts.rendezvous_file import user_secret
+from samestep.launch.hosts.secure_link import new_token
+from samestep.launch.hosts.sources import (
+    ANY_ADDRESS,
+    JOIN_TIMEOUT_S,
+    JoinSource,
+    NodeSpec,
+    TransportSource,
     TransportSpec,
+    node_spec,
     notify_end,
-    start_by_transport,
-    stop_transports,
     stream_descriptors,
-    wait_for_agents,
 )
-from samestep.launch.head import Controller, open_here
-from samestep.launch.hostlist import HostSlots, parse_hostfile, parse_hosts
-from samestep.launch.meeting import user_secret
-from samestep.launch.memory import check_room
-from samestep.launch.network import addresses, interface_named
-from samestep.launch.replacement import Replacement
+from samestep.launch.hosts.transport import VIAS, Started
+from samestep.launch.output.console import say
+from samestep.launch.rank.store import check_loopback
+from samestep.launch.resources import check_room, visible_gpus
 from samestep.launch.run import local_ranks
-from samestep.launch.sibling import ANY_ADDRESS, JOIN_TIMEOUT_S, NodeSpec, node_spec
-from samestep.launch.transport import VIAS, Started
-from samestep.launch.wire import new_token
 from samestep.rankenv import child_environment, read_rank_variables, variable
 
-__all__: list[str] = []
-
-STARTED_BY = ("slurm", "openmpi", "pmi")  # whose tasks meet by themselves
-TAKEN_ALONG = ("OMP_", "MKL_", "KMP_", "NCCL_", "GLOO_", "UCX_", "FI_", "TORCH", "PYTORCH_", "PYTHON", "CUDA_")
+TASK_LAUNCHERS = ("slurm", "openmpi", "pmi")  # whose tasks meet by themselves
+FORWARDED = ("OMP_", "MKL_", "KMP_", "NCCL_", "GLOO_", "UCX_", "FI_", "TORCH", "PYTORCH_", "PYTHON", "CUDA_")
 SHORTEST_TOKEN = 16
-TORCHRUNS_PORT = 29500
-LEFT_BEHIND = ("CUDA_VISIBLE_DEVICES", "PYTHONHOME", "PYTHONSTARTUP")  # this host's own affair
+TORCHRUN_PORT = 29500
+NOT_FORWARDED = ("CUDA_VISIBLE_DEVICES", "PYTHONHOME", "PYTHONSTARTUP")  # this host's own affair
 
 
 def add_options(parser: Parser) -> None:
@@ -83,7 +81,7 @@ def add_options(parser: Parser) -> None:
     )
 
 
-def check_effect(options: argparse.Namespace) -> None:
+def reject_ineffective(options: argparse.Namespace) -> None:
     """Refuses options that would have no effect beside the others: whoever gives one counts on it.
 
     Raises:
@@ -113,14 +111,14 @@ def check_effect(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def opened(
+def open_hosts(
     options: argparse.Namespace, where: TransportSpec | NodeSpec | None
 ) -> Iterator[tuple[Controller, tuple[HostRanks, ...], Replacement]]:
-    """Yields the head of a run, its parts, all examined, and what replaces hosts; ends all agents on every way out.
+    """Yields the controller of a run, its parts, all examined, and what replaces hosts; ends all agents at the end.
 
     Args:
         options: the command's.
-        where: what :func:`place` has made of them.
+        where: what :func:`host_mode` has made of them.
 
     Raises:
         UsageError: the hosts cannot be reached, or cannot run the script together.
@@ -130,42 +128,42 @@ def opened(
         ranks = options.ranks or visible_gpus() or 1
         check_room(ranks)
         check_loopback()
-        with Controller([open_here(socket.gethostname(), ranks)]) as head:
+        with Controller([open_here(socket.gethostname(), ranks)]) as controller:
             parts = (local_ranks(ranks),)
-            yield head, parts, Replacement(head, None, lambda _: parts, options.join_timeout, say)
+            yield controller, parts, Replacement(controller, None, lambda _: parts, options.join_timeout, say)
         return
     started: list[Started] = []
     if isinstance(where, TransportSpec):
         hosts, started = start_by_transport(where, say)
     else:
-        hosts = wait_for_agents(where, own_ranks(options, where), say)
+        hosts = wait_for_agents(where, local_rank_count(options, where), say)
     try:
-        with Controller(hosts) as head:
-            head.attend([descriptor for one in started for descriptor in stream_descriptors(one)], _show)
-            check = partial(preflight, head, _wanted(options, where))
-            door = (
-                TransportSource(where, started, head, _show)
-                if isinstance(where, TransportSpec)
-                else JoinSource(where, where.program)
-            )
-            with _told(head, where):
-                yield head, tuple(check(_note)), Replacement(head, door, check, options.join_timeout, say)
+        with Controller(hosts) as controller:
+            controller.read_streams([descriptor for one in started for descriptor in stream_descriptors(one)], _show)
+            check = partial(preflight, controller, _request(options, where))
+            source: TransportSource | JoinSource
+            if isinstance(where, TransportSpec):
+                source = TransportSource(where, started, controller, _show)
+            else:
+                source = JoinSource(where)
+            with _telling_others_of_errors(controller, where):
+                yield controller, tuple(check(_note)), Replacement(controller, source, check, options.join_timeout, say)
     finally:
         stop_transports(started)
 
 
 @contextmanager
-def _told(head: Controller, where: TransportSpec | NodeSpec) -> Iterator[None]:
+def _telling_others_of_errors(controller: Controller, where: TransportSpec | NodeSpec) -> Iterator[None]:
     """Lets whoever sits at the other hosts know why a run has come to nothing."""
     try:
         yield
     except SamestepError as error:
         if isinstance(where, NodeSpec):
-            notify_end(head, f"error: {error}", error.exit_code)
+            notify_end(controller, f"error: {error}", error.exit_code)
         raise
 
 
-def place(options: argparse.Namespace) -> TransportSpec | NodeSpec | None:
+def host_mode(options: argparse.Namespace) -> TransportSpec | NodeSpec | None:
     """Returns the hosts that the options name, or that somebody else has started this on; None for this one alone."""
     if options.interface is not None and not (options.hosts or options.hostfile or options.slurm):
         interface_named(options.interface)
@@ -174,26 +172,25 @@ def place(options: argparse.Namespace) -> TransportSpec | NodeSpec | None:
         raise UsageError(f"--{named[0]} and --{named[1]} both say which hosts: give one of them")
     if options.hosts is not None or options.hostfile is not None:
         names = tuple(host.name for host in listed(options))
-        taken = taken_along(options.env)
         return TransportSpec(
             hosts=names,
             via=options.via or VIAS[0],
             ssh_args=options.ssh_args,
             python=options.remote_python,
-            variables=taken,
+            variables=forwarded_environment(options.env),
         )
     if options.nnodes is not None and options.nnodes != 1:
         return _by_hand(options)
     try:
-        told = read_rank_variables()
+        task = read_rank_variables()
     except RankVariablesError:
         return None  # of whoever started this; the ranks get their own
-    if told is not None and told.source in STARTED_BY and told.size > 1:
-        return node_spec(told, options.join_timeout, _program(options))
+    if task is not None and task.source in TASK_LAUNCHERS and task.size > 1:
+        return node_spec(task, options.join_timeout, _program(options))
     return None
 
 
-def own_ranks(options: argparse.Namespace, where: NodeSpec) -> int:
+def local_rank_count(options: argparse.Namespace, where: NodeSpec) -> int:
     """Returns how many ranks this process brings: a task of srun or mpiexec is one, a host as many as it has GPUs."""
     if options.ranks is not None:
         return int(options.ranks)
@@ -229,9 +226,9 @@ def _note(text: str) -> None:
     say(f"note: {text}")
 
 
-def _wanted(options: argparse.Namespace, where: TransportSpec | NodeSpec) -> Wanted:
+def _request(options: argparse.Namespace, where: TransportSpec | NodeSpec) -> RunRequest:
     named = listed(options) if options.hosts or options.hostfile else []
-    return Wanted(
+    return RunRequest(
         program=options.program[0],
         is_module=options.module,
         ranks=options.ranks,
@@ -241,8 +238,8 @@ def _wanted(options: argparse.Namespace, where: TransportSpec | NodeSpec) -> Wan
     )
 
 
-def taken_along(more: list[str]) -> dict[str, str]:
-    """Returns the variables that go to other hosts: those that start as TAKEN_ALONG says, and `more`.
+def forwarded_environment(more: list[str]) -> dict[str, str]:
+    """Returns the variables that go to other hosts: those that start as FORWARDED says, and `more`.
 
     Raises:
         UsageError: one of these is not set here.
@@ -253,19 +250,19 @@ def taken_along(more: list[str]) -> dict[str, str]:
     return {
         name: value
         for name, value in child_environment({}).items()
-        if name in more or (name.startswith(TAKEN_ALONG) and name not in LEFT_BEHIND)
+        if name in more or (name.startswith(FORWARDED) and name not in NOT_FORWARDED)
     }
 
 
 def _by_hand(options: argparse.Namespace) -> NodeSpec:
     count, index = options.nnodes, options.node_rank
     if options.rendezvous is None and hasattr(options, "master_addr"):
-        options.rendezvous = f"{options.master_addr}:{getattr(options, 'master_port', TORCHRUNS_PORT)}"
+        options.rendezvous = f"{options.master_addr}:{getattr(options, 'master_port', TORCHRUN_PORT)}"
     if index is None or not 0 <= index < count:
         raise UsageError(f"--nnodes {count} needs --node-rank, from 0 to {count - 1}, a different one on every host")
     if options.rendezvous is None:
         raise UsageError(f"--nnodes {count} needs --rendezvous HOST:PORT, a name of host 0 and a port free there")
-    known = {"index": index, "count": count, "patience": options.join_timeout, "program": _program(options)}
+    known = {"index": index, "count": count, "join_timeout": options.join_timeout, "program": _program(options)}
     if "/" in options.rendezvous:
         file = Path(options.rendezvous).absolute()
         return NodeSpec(**known, file=file, token=new_token(), named=str(file))

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from samestep.errors import UsageError
@@ -55,6 +55,20 @@ class Parser(argparse.ArgumentParser):
                 given = bool(number) and re.fullmatch(r"[+-]?\d+", number[0]) is not None
                 words[place : place + 1 + given] = [f"{words[place]}={number[0] if given else ''}"]
         return words
+
+    def without(self, arguments: Sequence[str], removed: Collection[str]) -> list[str]:
+        """Returns the options in front of the program but those whose names in the parsed options are `removed`."""
+        words = self._joined(self._with_numbers(arguments))
+        options, _ = self.parse_known_args(words)
+        rest, kept = iter(words[: len(words) - len(options.program)]), []
+        for word in rest:
+            name, _, _ = word.partition("=")
+            action = self._option_string_actions.get(name) or self._option_string_actions.get(word[:2])  # -n4
+            takes_next = action is not None and action.nargs != 0 and word in self._option_string_actions
+            value = [next(rest)] if takes_next else []
+            if action is None or action.dest not in removed:
+                kept += [word, *value]
+        return kept
 
     def also(self, *spellings: str, dest: str, **options: Any) -> None:
         """Accepts further spellings of an option, which the help does not list."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.cli.before import check_json, check_program, warn_of_others
+from samestep.cli.checks import check_json, check_program, warn_of_others
 from samestep.cli.options import Parser, whole
 from samestep.errors import UsageError
 

@@ -25,7 +25,7 @@ def write_text(file: Path | None, text: str, code: int = 0, *, option: str) -> i
     if file is None:
         return code
     from samestep.files import write_atomic
-    from samestep.launch.console import say
+    from samestep.launch.output.console import say
 
     try:
         write_atomic(file, [text])

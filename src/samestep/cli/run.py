@@ -4,37 +4,47 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import os
 import secrets
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
-from samestep.cli.before import check_json, check_program, check_run_path, run_path
-from samestep.cli.hosts import add_options, check_effect, listed, opened, own_ranks, place, taken_along
-from samestep.cli.mpi import under_mpiexec
+from samestep.cli.checks import check_json, check_program, check_run_path, run_path
+from samestep.cli.hosts import (
+    add_options,
+    forwarded_environment,
+    host_mode,
+    listed,
+    local_rank_count,
+    open_hosts,
+    reject_ineffective,
+)
 from samestep.cli.options import Parser, add_fake_gpus, add_local_rank, seconds, whole
 from samestep.cli.result import write_json
 from samestep.errors import UsageError
 from samestep.fake_gpus import VARIABLE, about_fake_gpus
 from samestep.fake_gpus.suggestion import ends_of, suggest, wants_gpus
-from samestep.launch.cluster import HostRanks
-from samestep.launch.console import say
-from samestep.launch.cores import binding_warning, describe, read_cores, unbound_cores
-from samestep.launch.devices import visible_gpus
-from samestep.launch.following import run_foreground_agent
-from samestep.launch.gather import TransportSpec, notify_end
-from samestep.launch.hang import HANG_AFTER_S
-from samestep.launch.head import Controller
+from samestep.launch.controller import Controller
+from samestep.launch.cpus import binding_warning, describe, read_cores, unbound_cores
+from samestep.launch.hosts import mpiexec
+from samestep.launch.hosts.foreground_agent import run_foreground_agent
+from samestep.launch.hosts.join import Replacement
+from samestep.launch.hosts.preflight import HostRanks
+from samestep.launch.hosts.slurm import LEAVE_TIME_S, BatchJob, batch_script, submit, warning_for
+from samestep.launch.hosts.sources import NodeSpec, TransportSpec, notify_end
+from samestep.launch.monitor.hang import HANG_AFTER_S
+from samestep.launch.output.console import say
 from samestep.launch.process import end_for_mpiexec
-from samestep.launch.replacement import Replacement
+from samestep.launch.resources import visible_gpus
+from samestep.launch.result import RunResult, summary_lines
 from samestep.launch.run import RunSpec, launch, local_ranks, summary
-from samestep.launch.sibling import JOIN_TIMEOUT_S, NodeSpec
-from samestep.launch.slurm import LEAVE_TIME_S, Batch, batch_script, submit, warning_for
-from samestep.launch.supervise import DEFAULT_GRACE_S
-from samestep.launch.verdict import RunResult, summary_lines
+from samestep.launch.supervisor import DEFAULT_GRACE_S
 from samestep.paths import RunDirectory, rank_file
-from samestep.rankenv import variable
+from samestep.rankenv import set_variables, variable
 from samestep.verification.online.outcome import online_outcome
 
 __all__ = ["main"]
@@ -79,47 +89,52 @@ code 0 while others waited for it, or where --check found an error; 124 for a ha
 was asked to make room and has saved; 2 for a usage error."""
 
 _CHECKER = "samestep.verification.online.checker:Checker"
+_MPI_STARTED = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")  # set by mpiexec
+_NOT_FOR_MPI_TASKS = {"mpi", "ranks", "dry_run"}  # what mpiexec is told, by their names in the parsed options
+_NOT_FOR_SLURM_TASKS = {"slurm", "sbatch_args", "nnodes", "node_rank", "rendezvous", "master_addr", "master_port"}
+_NOT_FOR_SLURM_TASKS |= {"ranks", "module", "run_dir", "env", "dry_run", "without_meaning"}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    options = _parser().parse(arguments)
-    _set(options)
+    parser = _parser()
+    options = parser.parse(arguments)
+    _apply_settings(options)
     _check(options)
     if options.mpi:
-        under_mpiexec(options, arguments)
+        _run_under_mpiexec(options, parser.without(arguments, _NOT_FOR_MPI_TASKS))
     if options.slurm:
-        return _queue(options)
+        return _queue(options, parser.without(arguments, _NOT_FOR_SLURM_TASKS))
     if options.dry_run:
         _show(options)
         return 0
-    where = place(options)
+    where = host_mode(options)
     if isinstance(where, NodeSpec):
         atexit.register(end_for_mpiexec)  # with the code of this task, whatever has become of its rank
         if where.index > 0:
-            return run_foreground_agent(where, own_ranks(options, where), say)
+            return run_foreground_agent(where, local_rank_count(options, where), say)
     if where is None and options.lost_host == "continue":
         raise UsageError("--lost-host continue goes on with the hosts that are left, and this is the only one")
     if options.json is not None:
         check_json(options.json)
     path = run_path(options.run_dir, options.program[0])
     check_run_path(path)
-    with opened(options, where) as (head, parts, replacement):
-        plan = _plan(options, parts, path)
-        _announce(plan)
-        verdict = _launched(plan, head, replacement)
+    with open_hosts(options, where) as (controller, parts, replacement):
+        spec = _spec(options, parts, path)
+        _announce(spec)
+        result = _launch(spec, controller, replacement)
         if isinstance(where, NodeSpec):
-            notify_end(head, _ended(verdict), verdict.exit_code)
-    _suggest_fake_gpus(plan, verdict)
-    told, code = summary(plan, verdict), verdict.exit_code
+            notify_end(controller, _end_text(result), result.exit_code)
+    _suggest_fake_gpus(spec, result)
+    report, code = summary(spec, result), result.exit_code
     if options.check:
-        checked = online_outcome(plan.directory.path, plan.size)
-        told |= checked
+        checked = online_outcome(spec.directory.path, spec.size)
+        report |= checked
         code = code or int(checked["verdict"] == "different")
-    return write_json(options.json, told | {"exit": code}, code)
+    return write_json(options.json, report | {"exit": code}, code)
 
 
-def _set(options: argparse.Namespace) -> None:
+def _apply_settings(options: argparse.Namespace) -> None:
     """Reads the settings: processes where -n does not say, and variables for the ranks."""
     from samestep.planning.settings import Settings, load
 
@@ -127,95 +142,104 @@ def _set(options: argparse.Namespace) -> None:
     options.ranks = options.ranks or found.processes
     options.ranks = options.ranks or options.fake_gpus or None  # one process for each GPU
     fresh = {"SAMESTEP_FRESH": "1"} if options.fresh else {}  # read by samestep.checkpoint
-    options.chosen, options.settings = options.settings, {**found.variables, **fresh}
+    options.settings = {**found.variables, **fresh}
 
 
-def _launched(plan: RunSpec, head: Controller, replacement: Replacement) -> RunResult:
+def _launch(spec: RunSpec, controller: Controller, replacement: Replacement) -> RunResult:
     try:
-        return launch(plan, head, replacement)
+        return launch(spec, controller, replacement)
     except OSError as error:
-        if error.filename is None or not Path(error.filename).is_relative_to(plan.directory.path):
+        if error.filename is None or not Path(error.filename).is_relative_to(spec.directory.path):
             raise
-        raise UsageError(f"the run directory {plan.directory.path} cannot be written: {error.strerror}") from error
+        raise UsageError(f"the run directory {spec.directory.path} cannot be written: {error.strerror}") from error
 
 
-def _ended(verdict: RunResult) -> str:
+def _end_text(result: RunResult) -> str:
     """Returns what a person at another host is told of a run's end."""
-    cause = next((line for line in summary_lines(verdict, None) if line.startswith("samestep: ")), "")
-    return f"the run is over, exit code {verdict.exit_code}{cause.replace('samestep:', ':', 1)}"
+    cause = next((line for line in summary_lines(result, None) if line.startswith("samestep: ")), "")
+    return f"the run is over, exit code {result.exit_code}{cause.replace('samestep:', ':', 1)}"
 
 
-def _suggest_fake_gpus(plan: RunSpec, verdict: RunResult) -> None:
+def _suggest_fake_gpus(spec: RunSpec, result: RunResult) -> None:
     """Tells of `--fake-gpus` where the script has failed for want of GPUs."""
-    if plan.fake_gpus is not None or variable(VARIABLE):
+    if spec.fake_gpus is not None or variable(VARIABLE):
         return
-    ranks, gpus = max(part.ranks for part in plan.parts), visible_gpus()
+    ranks, gpus = max(part.ranks for part in spec.parts), visible_gpus()
     if gpus < ranks:
-        logs = [rank_file(plan.logs(0)[0], 0, kind) for kind in ("out", "err")]
-        if wants_gpus([verdict.blamed.traceback] if verdict.blamed else []) or wants_gpus(ends_of(logs)):
-            say(suggest("run", plan.program, gpus, ranks))
+        logs = [rank_file(spec.logs(0)[0], 0, kind) for kind in ("out", "err")]
+        if wants_gpus([result.root_cause.traceback] if result.root_cause else []) or wants_gpus(ends_of(logs)):
+            say(suggest("run", spec.program, gpus, ranks))
 
 
-def _queue(options: argparse.Namespace) -> int:
+def _run_under_mpiexec(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Becomes an mpiexec of as many tasks as there are ranks; does not return."""
+    if options.ranks is None or options.slurm or options.hosts or options.hostfile or options.nnodes:
+        raise UsageError(
+            "--mpi has the mpiexec of this machine start the ranks, so many as -n says: `samestep run --mpi -n 4 "
+            "train.py`; on several hosts write the mpiexec yourself: `mpiexec --hostfile F -n 8 samestep run train.py`"
+        )
+    if options.restarts:
+        raise UsageError(
+            "MPI cannot begin twice under one mpiexec, so --restarts does not go with --mpi: leave it out, and call "
+            "the command again; training resumes from its checkpoint"
+        )
+    if any(variable(name) is not None for name in _MPI_STARTED):
+        raise UsageError("an mpiexec has started this process already: leave out either it or --mpi")
+    task = (sys.executable, "-P", "-m", "samestep", "run", *arguments, *options.program)
+    words = mpiexec.command(options.ranks, task)
+    if options.dry_run:
+        print(shlex.join(words))
+        raise SystemExit(0)
+    if find_spec("mpi4py") is None:
+        raise UsageError("the ranks need mpi4py, which is not installed here: pip install 'samestep[mpi]' brings it")
+    set_variables({"I_MPI_PIN": variable("I_MPI_PIN") or "off"})  # Intel's would bind each rank's threads to one core
+    os.execv(words[0], words)  # noqa: S606
+
+
+def _queue(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Prints the batch script, or hands it to Slurm."""
     path = run_path(options.run_dir, options.program[0])
-    taken_along(options.env)  # each must be there
-    run = [] if options.start == "auto" else ["--start", options.start]
-    run += [] if options.local_rank is None else [f"--pass{options.local_rank[1:]}"]
-    run += [] if options.grace == DEFAULT_GRACE_S else ["--grace", f"{options.grace:g}"]
-    run += [] if options.lost_host == "stop" else ["--lost-host", options.lost_host]
-    run += [] if options.join_timeout == JOIN_TIMEOUT_S else ["--join-timeout", f"{options.join_timeout:g}"]
-    run += [] if options.json is None else ["--json", str(options.json)]
-    run += [] if options.interface is None else ["--interface", options.interface]
-    run += ["--check"] if options.check else []
-    run += ["--fresh"] if options.fresh else []
-    run += [] if options.fake_gpus is None else [f"--fake-gpus={options.fake_gpus or ''}"]
-    run += [] if options.hang_after == HANG_AFTER_S else ["--hang-after", f"{options.hang_after:g}"]
-    run += [] if options.on_hang == "auto" else ["--on-hang", options.on_hang]
-    run += [] if options.events else ["--no-events"]
-    run += [] if options.chosen is None else ["--settings", str(options.chosen)]
-    script = batch_script(
-        Batch(
-            program=(*(["-m"] if options.module else []), *options.program),
-            directory=Path.cwd(),
-            run_dir=path,
-            options=(*run, *(["--pin"] if options.pin else [])),
-            nodes=options.nnodes or 1,
-            ranks=options.ranks,
-            more=(options.sbatch_args,) if options.sbatch_args else (),
-            restarts=options.restarts,
-            wait=LEAVE_TIME_S if options.lost_host == "stop" else 0,
-            variables=tuple(dict.fromkeys(options.env)),
-            warning=warning_for(options.grace),
-        )
+    forwarded_environment(options.env)  # each must be there
+    job = BatchJob(
+        program=(*(["-m"] if options.module else []), *options.program),
+        directory=Path.cwd(),
+        run_dir=path,
+        options=tuple(arguments),
+        nodes=options.nnodes or 1,
+        ranks=options.ranks,
+        sbatch_args=options.sbatch_args,
+        wait=LEAVE_TIME_S if options.lost_host == "stop" else 0,
+        variables=tuple(dict.fromkeys(options.env)),
+        warning=warning_for(options.grace),
     )
+    script = batch_script(job)
     if options.dry_run:
         print(script, end="")
         return 0
     if options.json is not None:
         check_json(options.json)
-    job = submit(script, path)
-    print(f"job {job} is queued; its output comes to {path}/slurm-{job}.out")
+    number = submit(script, path)
+    print(f"job {number} is queued; its output comes to {path}/slurm-{number}.out")
     return 0
 
 
-def _announce(plan: RunSpec) -> None:
-    if len(plan.parts) > 1:
-        machines = len({part.machine for part in plan.parts})
+def _announce(spec: RunSpec) -> None:
+    if len(spec.parts) > 1:
+        machines = len({part.machine for part in spec.parts})
         hosts = "one host" if machines == 1 else f"{machines} hosts"
-        threads = ", ".join(dict.fromkeys(f"{part.threads}" for part in plan.parts))
-        say(f"{plan.size} ranks on {hosts}, threads for each: {threads}")
-    elif plan.size > 1 or plan.pinned:
+        threads = ", ".join(dict.fromkeys(f"{part.threads}" for part in spec.parts))
+        say(f"{spec.size} ranks on {hosts}, threads for each: {threads}")
+    elif spec.size > 1 or spec.pinned:
         chosen = variable("OMP_NUM_THREADS")
-        line = describe(read_cores(), plan.size, plan.parts[0].threads, plan.pinned, chosen=chosen)
+        line = describe(read_cores(), spec.size, spec.parts[0].threads, spec.pinned, chosen=chosen)
         say(line)
-    if plan.fake_gpus is not None:
-        for line in about_fake_gpus(plan.fake_gpus, max(part.ranks for part in plan.parts), visible_gpus()):
+    if spec.fake_gpus is not None:
+        for line in about_fake_gpus(spec.fake_gpus, max(part.ranks for part in spec.parts), visible_gpus()):
             say(line)
-    warning = binding_warning([read_cores().usable] * plan.size, unbound_cores(), launcher="env")
-    if len(plan.parts) == 1 and warning is not None:
+    warning = binding_warning([read_cores().usable] * spec.size, unbound_cores(), launcher="env")
+    if len(spec.parts) == 1 and warning is not None:
         say(f"note: {warning}")
-    if plan.size == 1 and {"-n", "--nproc-per-node", "--nproc_per_node"} & set(plan.arguments):
+    if spec.size == 1 and {"-n", "--nproc-per-node", "--nproc_per_node"} & set(spec.arguments):
         say("note: options behind the script are its own, and this is 1 process: `samestep run -n N train.py` starts N")
 
 
@@ -283,13 +307,13 @@ def _ranks(text: str) -> int | None:
 def _check(options: argparse.Namespace) -> None:
     if not options.program:
         raise UsageError("no script is given: `samestep run -n 2 train.py`, or `-m module`")
-    check_effect(options)
+    reject_ineffective(options)
     if options.lost_host != "stop" and not options.restarts:
         raise UsageError(f"--lost-host {options.lost_host} is about what follows: say --restarts K, how often, as well")
     check_program(options.program[0], is_module=options.module)
 
 
-def _plan(options: argparse.Namespace, parts: tuple[HostRanks, ...], path: Path) -> RunSpec:
+def _spec(options: argparse.Namespace, parts: tuple[HostRanks, ...], path: Path) -> RunSpec:
     program, *arguments = options.program
     return RunSpec(
         parts=parts,
@@ -316,7 +340,7 @@ def _plan(options: argparse.Namespace, parts: tuple[HostRanks, ...], path: Path)
 
 def _show(options: argparse.Namespace) -> None:
     """Prints what would be started, in a form that a shell would take."""
-    where = place(options)
+    where = host_mode(options)
     parts: tuple[HostRanks, ...] = (local_ranks(options.ranks or visible_gpus() or 1),)
     if isinstance(where, TransportSpec):
         for start in where.starts():
@@ -324,26 +348,26 @@ def _show(options: argparse.Namespace) -> None:
         hosts = [(host.name, options.ranks or host.slots or parts[0].ranks) for host in listed(options)]
         parts = tuple(replace(parts[0], name=name, machine=name, ranks=n, interface="<found>") for name, n in hosts)
     elif where is not None:
-        ranks = own_ranks(options, where)
+        ranks = local_rank_count(options, where)
         names = [f"{where.word} {index}" for index in range(where.count)]
         parts = tuple(replace(local_ranks(ranks), name=name, machine=name, interface="<found>") for name in names)
         print(f"# {names[where.index]} of {where.count}; sizes and ranks hold if every {where.word} brings {ranks}")
-    plan = _plan(options, parts, run_path(options.run_dir, options.program[0]))
-    unknown = _found_later(where, len(parts))
-    print(f"# run directory: {unknown.get('SAMESTEP_RUN_DIR', plan.directory.path)}")
+    spec = _spec(options, parts, run_path(options.run_dir, options.program[0]))
+    unknown = _unknown_variables(where, len(parts))
+    print(f"# run directory: {unknown.get('SAMESTEP_RUN_DIR', spec.directory.path)}")
     print("# MASTER_PORT is bound when the run starts; rank 0 inherits its socket and serves the store on it")
     if len(parts) > 1:
         print("# what stands in <> is found when all have come")
-    if plan.start == "fork" or (plan.start == "auto" and max(part.ranks for part in parts) > 1):
+    if spec.start == "fork" or (spec.start == "auto" and max(part.ranks for part in parts) > 1):
         print("# the ranks are forked from one process that has imported torch, and each does what its command says")
-    for rank in range(plan.size):
-        if not isinstance(where, NodeSpec) or plan.part_of(rank) == where.index:
-            chosen = {name: unknown.get(name, value) for name, value in plan.variables(rank).items()}
+    for rank in range(spec.size):
+        if not isinstance(where, NodeSpec) or spec.owners[rank] is spec.parts[where.index]:
+            chosen = {name: unknown.get(name, value) for name, value in spec.variables(rank).items()}
             variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in chosen.items())
-            print(f"\n# rank {rank}\n{variables} \\\n  {shlex.join(plan.command(rank))}")
+            print(f"\n# rank {rank}\n{variables} \\\n  {shlex.join(spec.command(rank))}")
 
 
-def _found_later(where: TransportSpec | NodeSpec | None, parts: int) -> dict[str, str]:
+def _unknown_variables(where: TransportSpec | NodeSpec | None, parts: int) -> dict[str, str]:
     """Returns the variables of which a command alone does not say the values."""
     found = {"MASTER_PORT": "<port>"} | ({"MASTER_ADDR": "<address>"} if parts > 1 else {})
     if isinstance(where, NodeSpec) and where.index > 0:

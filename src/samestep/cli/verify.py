@@ -14,16 +14,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
-from samestep.cli.before import check_json, check_program
+from samestep.cli.checks import check_json, check_program
 from samestep.cli.options import Parser, add_fake_gpus, add_local_rank, some_seconds, whole
 from samestep.cli.result import write_json, write_text
 from samestep.errors import UsageError
 from samestep.fake_gpus import VARIABLE, about_fake_gpus
 from samestep.fake_gpus.suggestion import suggest, wants_gpus
-from samestep.launch import mpiexec
-from samestep.launch.console import say
-from samestep.launch.devices import visible_gpus
-from samestep.launch.memory import check_room
+from samestep.launch.hosts import mpiexec
+from samestep.launch.output.console import say
+from samestep.launch.resources import check_room, visible_gpus
 from samestep.rankenv import set_variables, variable
 from samestep.verification.findings import EXIT_CODES
 from samestep.verification.pages import KINDS, PAGES, explanation

@@ -16,7 +16,7 @@ import torch
 from samestep.data.ledger import Skip
 from samestep.data.order import StepPartition
 from samestep.errors import StepError
-from samestep.launch.warning import warn
+from samestep.launch.rank.user_code import warn
 from samestep.runtime.scalar_sums import PendingSum, StepTag
 from samestep.runtime.world import World
 from samestep.topology import tree_sum

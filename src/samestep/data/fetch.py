@@ -23,7 +23,7 @@ from samestep.data.batches import empty_like
 from samestep.data.ledger import Skip
 from samestep.data.workers import WorkerStatus, shortened
 from samestep.errors import DataError
-from samestep.launch.failure import user_line
+from samestep.launch.rank.user_code import user_line
 from samestep.runtime.rng import RngState
 from samestep.seeding import GOLDEN, derive_seed, splitmix64
 

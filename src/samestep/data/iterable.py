@@ -28,7 +28,7 @@ from samestep.data.loader import LoaderSettings
 from samestep.data.order import UNKNOWN, SampleOrder, StepPartition, StepPartitioner
 from samestep.data.workers import WorkerStatus
 from samestep.errors import DataError
-from samestep.launch.failure import user_line
+from samestep.launch.rank.user_code import user_line
 from samestep.runtime.digest import bytes_of
 from samestep.runtime.exchange import all_gather_json, raise_on_all_ranks
 from samestep.runtime.world import World

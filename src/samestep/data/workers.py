@@ -24,7 +24,7 @@ from torch.utils.data._utils import signal_handling
 
 from samestep.data.order import Order
 from samestep.errors import DataError, SamestepError
-from samestep.launch.failure import signal_name
+from samestep.launch.rank.failure import signal_name
 
 __all__: list[str] = []
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 
 import samestep
-from samestep.launch.network import addresses
+from samestep.launch.hosts.network import addresses
 from samestep.runtime.exchange import all_gather_json
 
 __all__: list[str] = []

@@ -12,7 +12,7 @@ from samestep.doctor.fixes import as_root
 from samestep.doctor.line import Finding, Level, ok
 from samestep.doctor.pairs import cuda_of_torch, with_driver
 from samestep.doctor.software import said_by
-from samestep.launch.devices import DRIVER
+from samestep.launch.resources import DRIVER
 from samestep.text import format_bytes
 
 __all__: list[str] = []

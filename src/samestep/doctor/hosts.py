@@ -26,7 +26,7 @@ from samestep.doctor.fixes import samestep
 from samestep.doctor.judge import judge
 from samestep.doctor.line import Finding, told_by
 from samestep.doctor.trial import read_failure
-from samestep.launch.transport import Started, explain, plan, start
+from samestep.launch.hosts.transport import Started, explain, plan, start
 from samestep.rankenv import fresh_environment
 
 __all__: list[str] = []
@@ -97,7 +97,7 @@ def _hear(one: Started, answers: dict[str, _Answer]) -> None:
         code = one.end()
     for stream, raw in (("out", out), ("err", err)):
         for line in raw.splitlines():
-            said = one.hear(line)
+            said = one.parse_line(line)
             for host in [said.host] if said.host else one.start.hosts:
                 getattr(answers[host], stream).append(said.text)
                 answers[host].code = said.exit_code if said.exit_code is not None else answers[host].code

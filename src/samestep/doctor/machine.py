@@ -11,9 +11,8 @@ from pathlib import Path
 
 from samestep.doctor.fixes import as_root, raised
 from samestep.doctor.line import Finding, Level, ok
-from samestep.launch.busy import busy_cores
-from samestep.launch.cores import MACHINE, Cores, groups, read_cores
-from samestep.launch.memory import read_memory
+from samestep.launch.cpus import MACHINE, Cores, groups, read_cores
+from samestep.launch.resources import busy_cores, read_memory
 from samestep.text import format_bytes
 
 __all__: list[str] = []

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from samestep.doctor.fixes import as_root, hosts_entry
 from samestep.doctor.line import Finding, ok
-from samestep.launch.network import Interface, addresses
+from samestep.launch.hosts.network import Interface, addresses
 from samestep.rankenv import variable
 
 __all__: list[str] = []

@@ -17,8 +17,9 @@ from samestep.doctor.fixes import as_root, pip, python
 from samestep.doctor.line import Finding, ok
 from samestep.doctor.pairs import cuda_of_torch, installed
 from samestep.errors import SamestepError
-from samestep.launch import devices, mpiexec
-from samestep.launch.transport import PACKAGES, program_named
+from samestep.launch import resources
+from samestep.launch.hosts import mpiexec
+from samestep.launch.hosts.transport import PACKAGES, program_named
 from samestep.rankenv import variable
 
 __all__: list[str] = []
@@ -31,7 +32,7 @@ SLURM = Path("/etc/slurm/slurm.conf")
 SLOWEST = 8.0  # seconds for another program to answer
 READING = 30.0  # seconds for pip to read what is installed: 2 on an idle machine
 
-visible_gpus = functools.cache(devices.visible_gpus)  # asks nvidia-smi, which may take a second
+visible_gpus = functools.cache(resources.visible_gpus)  # asks nvidia-smi, which may take a second
 
 
 def look() -> Iterator[Finding]:

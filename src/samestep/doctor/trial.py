@@ -19,7 +19,7 @@ from samestep.doctor.line import Finding, ok
 from samestep.doctor.pairs import cuda_of_torch
 from samestep.doctor.software import visible_gpus
 from samestep.errors import SamestepError
-from samestep.launch import mpiexec
+from samestep.launch.hosts import mpiexec
 from samestep.rankenv import fresh_environment, variable
 from samestep.text import format_duration, plural
 

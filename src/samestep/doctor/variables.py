@@ -14,7 +14,7 @@ from samestep.doctor.line import Finding, Level, ok
 from samestep.doctor.names import CHOSEN
 from samestep.doctor.software import visible_gpus
 from samestep.errors import RankVariablesError
-from samestep.launch.cores import read_cores
+from samestep.launch.cpus import read_cores
 from samestep.rankenv import read_rank_variables, variable, variable_names
 
 __all__: list[str] = []

@@ -12,7 +12,7 @@ import sys
 
 from samestep import fake_gpus
 from samestep.errors import UsageError
-from samestep.launch.script import run_module, run_script
+from samestep.launch.rank.script import run_module, run_script
 from samestep.rankenv import variable
 
 __all__: list[str] = []

@@ -21,8 +21,8 @@ from operator import attrgetter
 from types import FrameType, ModuleType
 from typing import Any
 
-from samestep.launch.failure import is_user_file, relative_path
-from samestep.launch.imports import Act, replace_function, when_imported
+from samestep.launch.rank.import_hooks import Act, replace_function, when_imported
+from samestep.launch.rank.user_code import is_user_file, relative_path
 
 Install = Callable[[], None]
 

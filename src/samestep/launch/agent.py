@@ -1,68 +1,70 @@
-"""One small process per host: it holds the host's ranks, and does what the head says over one connection.
+"""One small process per host: it holds the host's ranks, and does what the controller says over one connection.
 
-    head (samestep run)                agent                        team of ranks
+    controller (samestep run)          agent                        ranks
       prepare {job}             ->       imports torch, once
                                 <-       prepared {note}
       bind {address}            ->       opens the store's socket
                                 <-       bound {port}
       start {job}               ->                                  N processes
-                                <-       output, pulse, pace, flight, failed, waiting, cannot, preempted, ended
-      order {what, ranks}       ->                                  stop, preempt, flight, ask, signal, kill, …
-      standing {text}           ->                                  rank 0's display shows it
-      clear                     ->                                  whatever they have left
-                                <-       cleared {left}
+                                <-       output, heartbeat, step_timing, and what ranks say (rank.control)
+      command {what, ranks}     ->                                  stop, preempt, flight, dump_stacks, signal, kill, …
+      pace {text}               ->                                  rank 0's display shows it
+      cleanup                   ->                                  whatever they have left
+                                <-       cleaned {left}
     end of the connection       ->       kills all of it, and ends
 
-On the head's own host it is a fork of the head: so the head may be killed in any way, and there is still somebody to
-end the ranks, what they have started, and what has left their groups. On another host a transport starts it, and the
-first line of its standard input says where the head is and with what word to come in: nothing secret is ever on a
-command line.
+On the controller's own host it is a fork of the controller: so that may be killed in any way, and there is still
+somebody to end the ranks, what they have started, and what has left their groups. On another host a transport starts
+it, and the first line of its standard input says where the controller is and with what token to connect: nothing secret
+is ever on a command line.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
 from samestep.errors import RendezvousError, UsageError
-from samestep.launch.address import listen
-from samestep.launch.facts import Facts, look
-from samestep.launch.fork import import_torch
-from samestep.launch.frames import Link, Message
-from samestep.launch.limits import raise_limit
-from samestep.launch.loop import Loop
-from samestep.launch.network import Doorbell, Target, interface_named, probe, route_to
-from samestep.launch.process import adopt_orphans, die_with_parent, open_missing_streams, outlive_parent
-from samestep.launch.pulse import Pulses
-from samestep.launch.signals import PASSED_ON, Signals
-from samestep.launch.team import Job, LocalRanks
-from samestep.launch.variables import threads_per_rank
-from samestep.launch.wire import SealedLink, connect
+from samestep.launch.event_loop import PASSED_ON, Loop, signals
+from samestep.launch.hosts.host_info import inspect_host
+from samestep.launch.hosts.network import ProbeServer, ProbeTarget, interface_named, probe, route_to
+from samestep.launch.hosts.secure_link import AuthenticatedLink, connect
+from samestep.launch.link import Link, Message
+from samestep.launch.local_ranks import Job, LocalRanks
+from samestep.launch.monitor.heartbeat import HeartbeatMonitor
+from samestep.launch.process import (
+    become_subreaper,
+    die_with_parent,
+    open_missing_streams,
+    raise_file_limit,
+    survive_parent,
+)
+from samestep.launch.rank.environment import threads_per_rank
+from samestep.launch.rank.store import listen
+from samestep.launch.start.fork import import_torch
 from samestep.rankenv import set_variables
+from samestep.schema import from_json, parse_object
 
-__all__: list[str] = []
-
-MOST_WAITING = 4 << 20  # bytes of output on their way to the head
-UNANSWERED = 10.0  # seconds without any answer from the head's kernel after which it is gone
-BEAT = 1.0  # seconds between signs of life
-BURIAL = 5.0  # seconds between looks for what has ended and is nobody's
-PROBE = 3.0  # seconds for another host to answer
-COMING = 10.0  # seconds in which the head must be found
+MOST_HELD = 4 << 20  # bytes of output on their way to the controller
+UNACKNOWLEDGED_S = 10.0  # without any answer from the controller's kernel after which it is gone
+HEARTBEAT_S = 1.0
+REAP_S = 5.0  # between looks for what has ended and is nobody's
+PROBE_S = 3.0  # for another host to answer
+CONNECT_S = 10.0  # in which the controller must be found
 
 
 @dataclass(frozen=True, kw_only=True)
-class Greeting:
-    """What an agent on another host must know to come in; one JSON line.
+class JoinInfo:
+    """What an agent on another host must know to connect; one JSON line.
 
-    `addresses` and `port` are the head's; `name` is what it calls this host, `index` its place among the hosts and
-    `ranks` how many it brings, where that is known.
+    `addresses` and `port` are the controller's; `name` is what it calls this host, `index` its place among the hosts
+    and `ranks` how many it brings, where that is known.
     """
 
     addresses: tuple[str, ...]
@@ -76,115 +78,118 @@ class Greeting:
 
 
 class Agent:
-    """Serves one head until it hangs up."""
-
-    def __init__(self, link: Link, about: Greeting | None = None) -> None:
+    def __init__(self, link: Link, info: JoinInfo | None = None) -> None:
         self._link = link
-        self._about = about
+        self._info = info
         self._loop = Loop()
-        self._team = LocalRanks(self._loop, self._tell)
+        self._ranks = LocalRanks(self._loop, self._send)
         self._paused = False  # the ranks' output is not read
         self._listener: socket.socket | None = None
-        self._doorbell: Doorbell | None = None
-        self.exit_code: int | None = None  # of the run, if the head told it
+        self._probe_server: ProbeServer | None = None
+        self.exit_code: int | None = None  # of the run, if the controller told it
 
     def serve(self) -> None:
         """Does what it is told until the connection ends, then ends everything.
 
-        A signal that reaches this process is the head's to decide on: told to it from another host, where a scheduler
-        may have sent it to this process alone; ignored on its own, where it gets the same signal itself.
+        A signal that reaches this process is the controller's to decide on: passed to it from another host, where a
+        scheduler may have sent it to this process alone; ignored on its own, where it gets the same signal itself.
         """
-        adopt_orphans()
-        raise_limit()
+        become_subreaper()
+        raise_file_limit()
         self._watch()
-        if self._about is not None:
-            self._beat()
-        self._bury()
-        Pulses(self._loop, self._team.records, lambda kind, body: self._tell(kind, **body))
-        with Signals(self._loop, PASSED_ON, self._signalled):
+        if self._info is not None:
+            self._send_alive()
+        self._reap_strays()
+        HeartbeatMonitor(self._loop, self._ranks.records, lambda kind, body: self._send(kind, **body))
+        with signals(self._loop, PASSED_ON, self._on_signal):
             try:
                 self._loop.run()
             finally:
-                self._team.end()
+                self._ranks.kill_all()
 
-    def hang_up_with(self, lifeline: int) -> None:
-        """Ends as if the head had hung up when the input `lifeline` ends: the transport is gone."""
-        self._loop.watch(lifeline, partial(self._breathe, lifeline))
+    def stop_with(self, lifeline: int) -> None:
+        """Ends as if the controller had hung up when the input `lifeline` ends: the transport is gone."""
+        self._loop.watch(lifeline, partial(self._read_lifeline, lifeline))
 
-    def _breathe(self, lifeline: int) -> None:
+    def _read_lifeline(self, lifeline: int) -> None:
         if not os.read(lifeline, 4096):
             self._loop.forget(lifeline)
             self._loop.stop()
 
-    def _beat(self) -> None:
-        if isinstance(self._link, SealedLink) and self._link.unanswered() > UNANSWERED:
-            self._loop.stop()  # the network is gone, and the head with it
-        self._tell("alive")
-        self._loop.at(BEAT, self._beat)
+    def _send_alive(self) -> None:
+        if isinstance(self._link, AuthenticatedLink) and self._link.unacknowledged_s() > UNACKNOWLEDGED_S:
+            self._loop.stop()  # the network is gone, and the controller with it
+        self._send("alive")
+        self._loop.at(HEARTBEAT_S, self._send_alive)
 
-    def _bury(self) -> None:
-        self._team.bury()
-        self._loop.at(BURIAL, self._bury)
+    def _reap_strays(self) -> None:
+        self._ranks.reap_strays()
+        self._loop.at(REAP_S, self._reap_strays)
 
-    def _signalled(self, number: int) -> None:
-        if self._about is not None:
-            self._tell("signalled", number=number)
+    def _on_signal(self, number: int) -> None:
+        if self._info is not None:
+            self._send("signal", number=number)
 
     def _watch(self) -> None:
-        self._loop.watch(self._link.fileno(), self._hear, writable=self._link.wants_write())
+        self._loop.watch(self._link.fileno(), self._receive, writable=bool(self._link.pending))
 
-    def _tell(self, kind: str, payload: bytes = b"", **body: Any) -> None:
+    def _send(self, kind: str, payload: bytes = b"", **body: Any) -> None:
         self._link.send({"kind": kind, **body}, payload)
-        self._mind_the_head()
+        self._pause_if_slow()
         self._watch()
 
-    def _mind_the_head(self) -> None:
-        """Lets the ranks wait for their pipes while the head does not keep up; orders are heard all the same."""
-        pause = self._link.pending > MOST_WAITING // (4 if self._paused else 1)
+    def _pause_if_slow(self) -> None:
+        """Lets the ranks wait for their pipes while the controller does not keep up; commands are taken as ever."""
+        pause = self._link.pending > MOST_HELD // (4 if self._paused else 1)
         if pause != self._paused:
             self._paused = pause
-            self._team.pause(pause=pause)
+            self._ranks.pause(pause=pause)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         self._link.flush()
-        self._mind_the_head()
+        self._pause_if_slow()
         for message in self._link.receive():
-            self._follow(message)
+            self._on_message(message)
         if self._link.closed:
             self._loop.forget(self._link.fileno())
             self._loop.stop()
         else:
             self._watch()
 
-    def _follow(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         body = message.body
         match message.kind:
             case "prepare":
-                self._tell("prepared", note=self._team.prepare(job_from(body["job"])))
+                self._send("prepared", note=self._ranks.prepare(from_json(Job, body["job"])))
             case "bind":
                 self._bind(body["address"])
             case "start":
-                self._start(job_from(body["job"]))
-            case "order":
-                self._team.order(body["what"], body["ranks"], body["number"])
-            case "standing":
-                self._team.show_standing(body["text"])
+                self._start(from_json(Job, body["job"]))
+            case "command":
+                self._ranks.command(body["what"], body["ranks"], body["number"])
+            case "pace":
+                self._ranks.show_pace(body["text"])
             case "resize":
-                self._team.resize()
-            case "look":
-                self._tell("facts", facts=self._look(body).as_json())
-            case "ring":
-                self._doorbell = Doorbell(body["address"])
-                self._loop.watch(self._doorbell.fileno(), self._doorbell.serve_ready)
-                self._tell("ringing", port=self._doorbell.port, nonce=self._doorbell.nonce)
+                self._ranks.resize()
+            case "inspect":
+                known = {} if self._info is None else {"index": self._info.index, "ranks": self._info.ranks}
+                info = inspect_host(body["program"], is_module=body["is_module"], name=body["name"], **known)
+                self._send("info", info=asdict(info))
+            case "open_probe":
+                server = self._probe_server = ProbeServer(body["address"])
+                self._loop.watch(server.fileno(), server.serve_ready)
+                self._send("probe_open", port=server.port, nonce=server.nonce)
             case "probe":
-                self._tell("probed", **self._probe(body))
-            case "quiet":
-                self._silence()
-            case "over":
+                self._send("probed", **self._probe(body))
+            case "close_probe":
+                if self._probe_server is not None:
+                    self._loop.forget(self._probe_server.fileno())
+                    self._probe_server.close()
+                    self._probe_server = None
+            case "run_ended":
                 self.exit_code = body["exit"]
-            case "clear":
-                self._tell("cleared", left=self._team.clear())
+            case "cleanup":
+                self._send("cleaned", left=self._ranks.cleanup())
 
     def _bind(self, address: str) -> None:
         try:
@@ -192,56 +197,35 @@ class Agent:
         except OSError as error:  # EADDRINUSE: of all ports that the kernel gives, none is free
             fix = "; `sysctl net.ipv4.ip_local_port_range` says which ports there are, `ss -tan` who has them"
             reason = f"cannot listen at {address}, where the ranks meet: {error.strerror}"
-            self._tell("unable", reason=reason + (fix if error.errno == errno.EADDRINUSE else ""))
+            self._send("start_failed", reason=reason + (fix if error.errno == errno.EADDRINUSE else ""))
         else:
-            self._tell("bound", port=self._listener.getsockname()[1])
+            self._send("bound", port=self._listener.getsockname()[1])
 
     def _start(self, job: Job) -> None:
         listener, self._listener = self._listener, None
-        outlive_parent()  # until now there was nothing to clear away
+        survive_parent()  # until now there was nothing to clear away
         try:
-            self._team.start(job, listener)
+            self._ranks.start(job, listener)
         except OSError as error:
-            self._tell("unable", reason=f"cannot start {len(job.ranks)} ranks: {error}")
+            self._send("start_failed", reason=f"cannot start {len(job.ranks)} ranks: {error}")
 
     def _probe(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Tries the other hosts' doorbells, and finds the interface that leads to them."""
-        targets = {name: Target(**target) for name, target in body["targets"].items()}
-        asked = body["interface"]
+        """Tries the other hosts' probe servers, and finds the interface that leads to them."""
+        targets = {name: ProbeTarget(**target) for name, target in body["targets"].items()}
+        requested = body["interface"]
         try:
-            chosen = interface_named(asked) if asked else None
+            chosen = interface_named(requested) if requested else None
         except UsageError as error:
             return {"fault": str(error)}
-        reached = probe(targets, PROBE, self._doorbell)
+        reached = probe(targets, PROBE_S, self._probe_server)
         ways = [way for target in targets.values() if (way := route_to(target.address)) is not None]
         ways.sort(key=lambda way: way.is_loopback)  # part of a run on this host, part elsewhere
         name = chosen.name if chosen is not None else next((way.name for way in ways), None)
         return {"reached": reached, "interface": name}
 
-    def _silence(self) -> None:
-        """Takes the doorbell away."""
-        if self._doorbell is not None:
-            self._loop.forget(self._doorbell.fileno())
-            self._doorbell.close()
-            self._doorbell = None
-
-    def _look(self, body: dict[str, Any]) -> Facts:
-        known = {} if self._about is None else {"index": self._about.index, "ranks": self._about.ranks}
-        return look(body["program"], is_module=body["is_module"], name=body["name"], **known)
-
-
-def job_from(body: dict[str, Any]) -> Job:
-    """Returns the job that came as JSON, its lists tuples again."""
-    known = {field.name for field in fields(Job)}
-    return Job(**{name: _tuples(value) for name, value in body.items() if name in known})
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
 
 def fork_agent(link: Link, ours: Link) -> int:
-    """Starts an agent as a fork of this process and returns its process number; `ours` is the head's end."""
+    """Starts an agent as a fork of this process and returns its process number; `ours` is the controller's end."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     parent = os.getpid()
@@ -249,43 +233,32 @@ def fork_agent(link: Link, ours: Link) -> int:
     if pid:
         return pid
     try:
-        os.setsid()  # the keyboard's signals are the head's
+        os.setsid()  # the keyboard's signals are the controller's
         die_with_parent(parent)  # importing torch takes seconds in which it hears nothing
         ours.close()
-        live(link)
+        serve_forever(link)
     finally:
         os._exit(70)
 
 
-def live(link: Link) -> NoReturn:
-    """Serves the head at the other end of `link`, of which this process is a fork."""
+def serve_forever(link: Link) -> NoReturn:
+    """Serves the controller at the other end of `link`, of which this process is a fork."""
     Agent(link).serve()
     os._exit(0)
 
 
-def live_ahead(end: socket.socket, parent: int, ranks: int) -> NoReturn:
-    """Serves the head at the other end as soon as torch is imported for so many ranks (samestep.launch.ahead)."""
+def serve_preloaded(end: socket.socket, parent: int, ranks: int) -> NoReturn:
+    """Serves the controller at the other end when torch is imported for so many ranks (samestep.launch.start)."""
     os.setsid()
     die_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     import_torch(threads_per_rank(ranks))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    live(Link(end))
-
-
-def come_in(greeting: Greeting, seconds: float, *, patient: bool = True) -> Agent:
-    """Returns an agent that is connected to the head which `greeting` tells of; `patient` if that may come later.
-
-    Raises:
-        RendezvousError: the head cannot be reached, or is another run's.
-    """
-    about = {"name": greeting.name, "host": socket.gethostname(), "index": greeting.index, "pid": os.getpid()}
-    link = connect(greeting.addresses, greeting.port, greeting.token, about, seconds=seconds, patient=patient)
-    return Agent(link, greeting)
+    serve_forever(Link(end))
 
 
 def main() -> int:
-    """Serves the head that the first line of standard input tells of; what a transport starts on another host."""
+    """Serves the controller that the first line of standard input names; a transport starts it on another host."""
     open_missing_streams()
     line = bytearray()
     while not line.endswith(b"\n"):
@@ -293,18 +266,20 @@ def main() -> int:
         if not byte:
             return 0  # whoever started this is gone already
         line += byte
-    greeting = Greeting(**{name: _tuples(value) for name, value in json.loads(line).items()})
+    info = from_json(JoinInfo, parse_object(bytes(line)))
     try:
-        os.chdir(greeting.directory)
-        set_variables(greeting.variables)
-        agent = come_in(greeting, COMING, patient=False)  # it has started this
+        os.chdir(info.directory)
+        set_variables(info.variables)
+        about = {"name": info.name, "host": socket.gethostname(), "index": info.index, "pid": os.getpid()}
+        link = connect(info.addresses, info.port, info.token, about, seconds=CONNECT_S, patient=False)
     except OSError as error:
-        sys.stderr.write(f"samestep: error: cannot work in {greeting.directory} here: {error.strerror}\n")
+        sys.stderr.write(f"samestep: error: cannot work in {info.directory} here: {error.strerror}\n")
         return 2
     except RendezvousError as error:
         sys.stderr.write(f"samestep: error: {error}\n")
         return 2
-    agent.hang_up_with(0)
+    agent = Agent(link, info)
+    agent.stop_with(0)
     agent.serve()
     return 0
 

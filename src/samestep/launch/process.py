@@ -1,9 +1,8 @@
-"""One rank as an operating-system process: its own session and group, and gone when its parent is.
+"""Processes of the operating system: sessions, signals, orphans, limits; a rank is gone when its parent is.
 
-torchrun starts its workers in sessions of their own but without a parent-death signal: kill the agent with SIGKILL
-and the workers live on; kill a worker and its children live on. Here each rank asks the kernel for SIGKILL at its
-parent's end (:func:`die_with_parent`), stopping goes to the whole process group, and what left its group is adopted by
-the nearest subreaper (:func:`adopt_orphans`) and ended there (:func:`end_orphans`).
+torchrun starts its workers in sessions of their own but without a parent-death signal: kill the agent with SIGKILL and
+the workers live on; kill a worker and its children live on. Here each rank asks the kernel for SIGKILL at its parent's
+end, stopping goes to the whole process group, and what left its group is adopted by the nearest subreaper.
 """
 
 from __future__ import annotations
@@ -11,27 +10,29 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from samestep.rankenv import variable
 
-__all__: list[str] = []
-
 ANSWER_S = 1.0  # for mpiexec to hear that a process has ended MPI
-
+MOST_FILES = 1 << 16  # of ten thousand ranks; in containers the hard limit may be a thousand million
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+
+_file_limit: list[tuple[int, int]] = []  # soft and hard limit before this process raised its own
+_exit_code: list[tuple[int, bool]] = []
 
 
 class Process(Protocol):
-    """A child of this process, however it was started: what is used of :class:`subprocess.Popen`."""
+    """A child, however it was started: what is used of :class:`subprocess.Popen`."""
 
     pid: int
     returncode: int | None
@@ -43,40 +44,39 @@ class Process(Protocol):
         """Sends it a signal, unless it was reaped."""
 
 
-@runtime_checkable
-class Distant(Protocol):
-    """A process that is another's child, which knows what became of it."""
+class ForkedProcess:
+    """A process made by os.fork; forget it only after :meth:`wait`.
 
-    def status(self) -> int | None:
-        """Returns its exit code once it has ended, without reaping it."""
+    Args:
+        pid: its number.
+        look: where it is the child of a fork server, returns the exit code that this knows; waits for it and reaps it
+            where its argument is true.
+    """
 
-
-class Forked:
-    """A child made by os.fork; forget it only after :meth:`wait`."""
-
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, look: Callable[[bool], int | None] | None = None) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self.look = look
 
     def wait(self) -> int:
-        """Reaps it, and returns its exit code, negative for a signal."""
-        if self.returncode is None:
+        if self.returncode is None and self.look is not None:
+            self.returncode = self.look(True)
+        elif self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        assert self.returncode is not None
         return self.returncode
 
     def send_signal(self, number: int, /) -> None:
-        """Sends it a signal, unless it was reaped."""
         signal_alone(self, number)
 
 
-def rank_command(*options: str) -> list[str]:
-    """Returns the command that starts one rank. -P: a `json.py` beside the user's script must not shadow ours.
+def interpreter_command(module: str, *arguments: str) -> list[str]:
+    """Returns the command that runs one of our modules. -P: a `json.py` beside the user's script must not shadow ours.
 
-    Its interpreter gets the options of this one, -W, -X and -O among them, as multiprocessing's get them.
+    The interpreter gets the options of this one, -W, -X and -O among them, as multiprocessing's get them.
     """
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001
-    module = ("-P", "-m", "samestep.launch.bootstrap")
-    return [sys.executable, *flags, *module, "--parent", str(os.getpid()), *options]
+    return [sys.executable, *flags, "-P", "-m", module, *arguments]
 
 
 def start(
@@ -88,7 +88,7 @@ def start(
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> Process:
-    """Starts a rank in a session of its own. Call it from a thread that lives as long as the rank shall.
+    """Starts a program in a session of its own. Call it from a thread that lives as long as the program shall.
 
     Args:
         command: the program and its arguments.
@@ -109,52 +109,28 @@ def start(
     )
 
 
-def mpi_channel() -> list[int]:
-    """Returns the descriptor over which mpiexec hears this process (MPICH, Intel MPI, srun with pmi2), if there is one.
-
-    A rank that is the only one of its task inherits it, and so is the process that mpiexec means. Open MPI's has a
-    name that every child can find.
-    """
-    told = variable("PMI_FD") or ""
-    try:
-        with socket.socket(fileno=os.dup(int(told))) as channel:
-            return [int(told)] if channel.family == socket.AF_UNIX else []
-    except (ValueError, OSError):  # there is none, or it was closed and something else has its number
-        return []
+# --- what a process does about itself -----------------------------------------------------------
 
 
-def end_for_mpiexec() -> None:
-    """Tells MPICH's mpiexec that MPI has ended in this process: one that closes its channel without a word has failed.
-
-    The library says so when C's exit handlers run, which is never in a process that ends by `os._exit`.
-    """
-    for channel in mpi_channel():
-        with contextlib.suppress(OSError):  # it has been said, and mpiexec has hung up
-            os.write(channel, b"cmd=finalize\n")
-            select.select([channel], [], [], ANSWER_S)
+def die_with_parent(parent: int) -> None:
+    """Makes the kernel kill this process when its parent ends; called before anything else."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        os._exit(128 + signal.SIGKILL)
 
 
-_leaving: list[tuple[int, bool]] = []
+def survive_parent() -> None:
+    """Takes :func:`die_with_parent` back: there is something to be cleared away first when the parent ends."""
+    _prctl(PR_SET_PDEATHSIG, 0)
 
 
-def set_exit_code(code: int, *, for_certain: bool = False) -> None:
-    """Notes the exit code that this process is about to end with, for what is called at its end."""
-    _leaving[:] = [(code, for_certain)]
+def become_subreaper() -> None:
+    """Makes this process the parent of every descendant whose own parent ends."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def pending_exit_code() -> int | None:
-    """Returns the exit code that was noted; None where nobody has, as at a script's last line."""
-    return _leaving[0][0] if _leaving else None
-
-
-def skips_exit_handlers() -> bool:
-    """Whether this process ends by `os._exit`, as ranks of the launcher do: exit handlers of C libraries do not run."""
-    return bool(_leaving) and _leaving[0][1]
-
-
-def is_known_to_fail() -> bool:
-    """Whether this process certainly ends with another code than 0, and its launcher knows."""
-    return bool(_leaving) and _leaving[0][1] and _leaving[0][0] != 0
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def open_missing_streams() -> None:
@@ -174,38 +150,96 @@ def open_missing_streams() -> None:
             setattr(sys, f"__{name}__", stream)
 
 
-def die_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when its parent ends; called in the rank before anything else."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel was asked
-        os._exit(128 + signal.SIGKILL)
+def raise_file_limit() -> None:
+    """Lets this process open as many files as it may be allowed to.
+
+    A launcher needs six descriptors for each rank on a host, and two more for each rank of a run where it is led.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        _file_limit[:] = _file_limit or [(soft, hard)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def outlive_parent() -> None:
-    """Takes :func:`die_with_parent` back: there is something to be cleared away first when the parent ends."""
-    _prctl(PR_SET_PDEATHSIG, 0)
+def restore_file_limit(process: int = 0) -> None:
+    """Gives a child of this process, or this one, which is a fork, the limit that there was.
+
+    Usually that is 1024, beyond which select(2) cannot go, so scripts must not be given more.
+    """
+    for limits in _file_limit:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            resource.prlimit(process, resource.RLIMIT_NOFILE, limits)
 
 
-def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent ends."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+def set_exit_code(code: int, *, for_certain: bool = False) -> None:
+    """Notes the exit code that this process is about to end with, for what is called at its end."""
+    _exit_code[:] = [(code, for_certain)]
 
 
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+def pending_exit_code() -> int | None:
+    """Returns the exit code that was noted; None where nobody has, as at a script's last line."""
+    return _exit_code[0][0] if _exit_code else None
 
 
-def end_orphans(own: Iterable[int] = ()) -> list[str]:
+def skips_exit_handlers() -> bool:
+    """Whether this process ends by `os._exit`, as ranks of the launcher do: exit handlers of C libraries do not run."""
+    return bool(_exit_code) and _exit_code[0][1]
+
+
+def is_known_to_fail() -> bool:
+    """Whether this process certainly ends with another code than 0, and its launcher knows."""
+    return skips_exit_handlers() and _exit_code[0][0] != 0
+
+
+def mpi_channel() -> list[int]:
+    """Returns the descriptor over which mpiexec hears this process (MPICH, Intel MPI, srun with pmi2), if there is one.
+
+    A rank that is the only one of its task inherits it, and so is the process that mpiexec means. Open MPI's has a
+    name that every child can find.
+    """
+    number = variable("PMI_FD") or ""
+    try:
+        with socket.socket(fileno=os.dup(int(number))) as channel:
+            return [int(number)] if channel.family == socket.AF_UNIX else []
+    except (ValueError, OSError):  # there is none, or it was closed and something else has its number
+        return []
+
+
+def end_for_mpiexec() -> None:
+    """Tells MPICH's mpiexec that MPI has ended in this process: one that closes its channel without a word has failed.
+
+    The library says so when C's exit handlers run, which is never in a process that ends by `os._exit`.
+    """
+    for channel in mpi_channel():
+        with contextlib.suppress(OSError):  # it has been said, and mpiexec has hung up
+            os.write(channel, b"cmd=finalize\n")
+            select.select([channel], [], [], ANSWER_S)
+
+
+# --- what it does about others --------------------------------------------------------------------
+
+
+def children(pid: int) -> list[int]:
+    """Returns the processes whose parent is `pid`, zombies too."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, task.read_text(encoding="ascii").split())
+    return found
+
+
+def kill_orphans(own: Iterable[int] = ()) -> list[str]:
     """Kills every child that this process has adopted, and theirs in turn; returns their names.
+
+    One that has become another user's may be out of reach: it is left out, and its name says so.
 
     Args:
         own: children that this process started itself and looks after.
-
-    One that has become another user's may be out of reach: it is left out, and its name says so.
     """
     spared, ended = set(own), []
-    while strangers := [pid for pid in children(os.getpid()) if pid not in spared]:
-        for pid in strangers:
+    while orphans := [pid for pid in children(os.getpid()) if pid not in spared]:
+        for pid in orphans:
             if stat_of(pid)[0] != "Z":
                 ended.append(_name(pid))
                 try:
@@ -221,26 +255,24 @@ def end_orphans(own: Iterable[int] = ()) -> list[str]:
     return ended
 
 
-def children(pid: int) -> list[int]:
-    """Returns the processes whose parent is `pid`, zombies too."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += map(int, task.read_text(encoding="ascii").split())
-    return found
-
-
 def _name(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip() + f" ({pid})"
     return str(pid)
 
 
+def stat_fields(pid: int) -> list[str]:
+    """Returns what the kernel says of a process from its state on (proc_pid_stat(5)); nothing of one that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def stat_of(pid: int) -> tuple[str, float]:
     """Returns the kernel's letter for a process, Z for one that is gone, and the seconds that its threads computed."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
+    fields = stat_fields(pid)
+    if not fields:
         return "Z", 0.0
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -272,8 +304,8 @@ def exit_status(process: Process) -> int | None:
     """Returns an ended rank's exit code, negative for a signal, without reaping it; None while it runs."""
     if process.returncode is not None:
         return process.returncode
-    if isinstance(process, Distant):
-        return process.status()
+    if isinstance(process, ForkedProcess) and process.look is not None:
+        return process.look(False)
     ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if ended is None:
         return None
@@ -310,12 +342,3 @@ def wait_all(processes: Sequence[Process], seconds: float) -> bool:
     finally:
         for handle in handles:
             os.close(handle)
-
-
-def stop_all(processes: Sequence[Process], grace: float) -> None:
-    """Ends all ranks and what they started: SIGTERM, `grace` seconds to react, SIGKILL."""
-    for process in processes:
-        signal_group(process, signal.SIGTERM)
-    wait_all(processes, grace)
-    for process in processes:
-        reap(process)

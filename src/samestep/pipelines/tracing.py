@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from samestep.errors import ModelError
-from samestep.launch.failure import is_user_file, own_line, relative_path
+from samestep.launch.rank.user_code import is_user_file, own_line, relative_path
 from samestep.pipelines.chain_layer import preserve_state
 from samestep.runtime import rng
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from samestep.launch.cores import read_cores
-from samestep.launch.devices import visible_gpus
-from samestep.launch.variables import threads_per_rank
+from samestep.launch.cpus import read_cores
+from samestep.launch.rank.environment import threads_per_rank
+from samestep.launch.resources import visible_gpus
 from samestep.network.cluster import Cluster, parse
 
 __all__: list[str] = []
@@ -23,7 +23,7 @@ def threads() -> int:
 def cluster() -> Cluster:
     """Returns this machine; with several devices its links are measured, which takes some seconds."""
     from samestep.bench.links import cluster_text, measure_cluster
-    from samestep.launch.spawn import spawn
+    from samestep.launch.functions.spawn import spawn
 
     count = devices()
     if count < 2:

@@ -30,7 +30,7 @@ from samestep.instrument.patch import on_import, patch
 from samestep.instrument.samestep_calls import samestep_calls
 from samestep.instrument.script_io import spawns
 from samestep.instrument.training import Hook, optimizers
-from samestep.launch.observers import Observer, RankContext
+from samestep.launch.rank.observers import Observer, RankContext
 from samestep.planning.moments import Mark, Moments, mark
 from samestep.progress import ProgressListener
 from samestep.rankenv import variable

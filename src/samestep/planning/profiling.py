@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.launch.nursery import PreforkServer
-from samestep.launch.script import find_module
-from samestep.launch.variables import threads_per_rank
+from samestep.launch.rank.environment import threads_per_rank
+from samestep.launch.rank.script import find_module
+from samestep.launch.start.prefork_server import PreforkServer
 from samestep.pipelines.plan import ProgressLine
 from samestep.planning.observing import FEWEST, RESULT
 from samestep.planning.profile import Profile, load

@@ -27,7 +27,7 @@ from samestep.compress.codecs import Codec, RowCodec
 from samestep.compress.compressed_mean import PLAIN, AllGather, AllToAll, Reduction, ReductionContext, bytes_sent, mean
 from samestep.compress.error_feedback import ErrorFeedback, State, redistribute
 from samestep.compress.topk import TopK
-from samestep.launch.warning import warn
+from samestep.launch.rank.user_code import warn
 from samestep.replicas.optimizer_steps import add_step_listener, is_among
 from samestep.runtime.axis import Axis
 from samestep.runtime.hosts import new_group

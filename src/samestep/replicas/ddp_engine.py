@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep.data.batches import tensors_of
 from samestep.errors import ModelError, StepError
-from samestep.launch.warning import warn
+from samestep.launch.rank.user_code import warn
 from samestep.replicas.bucket_plan import BucketPlan
 from samestep.replicas.bucket_tuner import BucketTuner, Caps, ddp_argument, reason_not_tunable
 from samestep.replicas.compression import GradientCompression

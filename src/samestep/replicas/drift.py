@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from samestep.errors import DriftError, StepError, UsageError
-from samestep.launch.warning import warn
+from samestep.launch.rank.user_code import warn
 from samestep.replicas.buffers import broadcast_tensors
 from samestep.replicas.optimizer_steps import ModelStepCounter, add_step_listener, is_among
 from samestep.replicas.state_digest import (

@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 
 from samestep.errors import StepError
 from samestep.launch.process import is_known_to_fail
-from samestep.launch.warning import warn
+from samestep.launch.rank.user_code import warn
 from samestep.replicas.optimizer_steps import ModelStepCounter, add_step_listener, is_among
 from samestep.replicas.reduction import ordered_sum
 from samestep.runtime.axis import Axis

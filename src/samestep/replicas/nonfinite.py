@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer
 
 from samestep.data.batches import tensors_of
 from samestep.errors import NonFiniteError
-from samestep.launch.warning import warn
+from samestep.launch.rank.user_code import warn
 from samestep.replicas.batchnorm import SyncBatchNorm
 from samestep.replicas.culprits import find_culprits
 from samestep.replicas.local_gradients import LocalGradientLog, NonFiniteTensor, Probe, choose_probe, examined

@@ -39,7 +39,7 @@ from samestep.collectives.shared_memory import (
     must_divide_first,
 )
 from samestep.errors import UsageError
-from samestep.launch.warning import warn
+from samestep.launch.rank.user_code import warn
 from samestep.replicas.compression import GradientCompression
 from samestep.runtime.axis import Axis
 from samestep.runtime.hosts import inter_host_group, open_counters

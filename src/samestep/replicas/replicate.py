@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep.compress import Codec, named
 from samestep.data.batches import tensors_of
 from samestep.errors import DataError, DeviceError, EmptyBatchError, ModelError, SamestepError, StepError, UsageError
-from samestep.launch.failure import lost_peer
-from samestep.launch.warning import warn
+from samestep.launch.rank.failure import lost_peer
+from samestep.launch.rank.user_code import warn
 from samestep.rankenv import variable
 from samestep.replicas.batchnorm import synchronise_batchnorm
 from samestep.replicas.bucket_plan import BucketPlan

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from samestep import progress
 from samestep.events import LOST_PEERS
-from samestep.launch.verdict import PREEMPTED
+from samestep.launch.result import PREEMPTED
 from samestep.paths import rank_file
 from samestep.reporting.run_log import Event, RankLog, RecentSteps, Run, last, measured, recent_steps
 from samestep.text import (

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from samestep import rankenv
 from samestep._version import __version__
-from samestep.launch.watched import connect_to_watcher, is_watched, start_watcher
+from samestep.launch.monitor.attach import connect_to_watcher, is_watched, start_watcher
 from samestep.machine import machine, namespace
 from samestep.rankenv import RankVariables
 from samestep.runtime.axis import Axis, HostMap, single_rank_axis

@@ -15,9 +15,9 @@ from typing import Any
 
 from samestep import events, progress
 from samestep.errors import UsageError
-from samestep.launch import progress_notes
-from samestep.launch.observers import RankContext
-from samestep.launch.timeline import Timeline
+from samestep.launch.rank import progress_notes
+from samestep.launch.rank.observers import RankContext
+from samestep.launch.rank.timeline import Timeline
 from samestep.paths import RunDirectory
 from samestep.rankenv import variable
 

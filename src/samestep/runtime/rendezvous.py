@@ -22,9 +22,9 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from samestep import rankenv
 from samestep.errors import RankVariablesError, RendezvousError, UsageError
-from samestep.launch.address import LOOPBACK, is_served, listen
-from samestep.launch.meeting import publish, rendezvous_path, wait_for
-from samestep.launch.network import addresses, route_to
+from samestep.launch.hosts.network import addresses, route_to
+from samestep.launch.hosts.rendezvous_file import rendezvous_path, wait_for, write
+from samestep.launch.rank.store import LOOPBACK, is_served, listen
 from samestep.machine import namespace
 from samestep.rankenv import RankVariables
 from samestep.runtime.store_messages import check_ranks_agree, decode_registration
@@ -181,7 +181,7 @@ def _connect_via_published_file(point: Rendezvous, join_timeout_s: float) -> Sto
         return _connect_to(wait_for(path, join_timeout_s), point, join_timeout_s)
     listener = _listen(one_host=point.one_host)
     _files.append(path)
-    publish(path, _address_of(listener))
+    write(path, _address_of(listener))
     return _connect_to(_address_of(listener), point, join_timeout_s, listener)
 
 

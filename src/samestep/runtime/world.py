@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from samestep import rankenv
 from samestep.errors import UsageError
-from samestep.launch import orders
+from samestep.launch.rank import control
 from samestep.runtime import rng
 from samestep.runtime.axis import Axis
 from samestep.runtime.join import Membership, join_alone, join_ranks, use_existing_group
@@ -184,7 +184,7 @@ class World(Membership):
         The mean share of a step in which a rank waits for others, and the rank that they wait for, if one is slower;
         "" on other ranks, under other launchers, in a world of one and in the first seconds.
         """
-        return orders.standing()
+        return control.pace()
 
     def log(self, **values: float | torch.Tensor) -> None:
         """Keeps numbers of the step that was finished last, for `samestep report`, `samestep watch` and TensorBoard.

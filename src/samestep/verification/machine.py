@@ -13,7 +13,6 @@ import re
 import socket
 import time
 
-from samestep.launch.memory import KERNEL_KILLED
 from samestep.verification.runs import Ended
 
 _TAKEN = re.compile(r"address already in use", re.IGNORECASE)
@@ -58,7 +57,7 @@ def to_blame(ended: Ended) -> str | None:
             f"another program listens on port {port} of this machine, so the ranks cannot meet there: `ss -ltnp` names "
             "it; end it, or give the script another port"
         )
-    if failure is not None and KERNEL_KILLED in str(failure["message"]):
+    if failure is not None and failure.get("kind") == "oom":
         return f"this machine has not enough memory for so many ranks: rank {failure['rank']}: {failure['message']}"
     if failure is not None and _FULL.search(str(failure["message"])):
         return f"a disk is full, perhaps with what is recorded (TMPDIR names another): {failure['message'][:300]}"

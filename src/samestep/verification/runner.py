@@ -10,9 +10,9 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import Any
 
-from samestep.launch.fork import fork_blocker, read_source
-from samestep.launch.nursery import PreforkServer
-from samestep.launch.variables import threads_per_rank
+from samestep.launch.rank.environment import threads_per_rank
+from samestep.launch.start.fork import fork_blocker, read_source
+from samestep.launch.start.prefork_server import PreforkServer
 from samestep.verification import machine, runs
 from samestep.verification.files import Files
 from samestep.verification.judging.record import Record, read
@@ -126,7 +126,7 @@ class Runner:
                 threads=threads_per_rank(self.ranks),
                 variables=variables,
                 fork_server=None
-                if fork_server is None or fork_server.objection() or fork_server.has_ended()
+                if fork_server is None or fork_server.why_unavailable() or fork_server.has_ended()
                 else fork_server,
                 progress=self._progress(name),
             )

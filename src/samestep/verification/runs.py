@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.launch.nursery import PreforkServer
 from samestep.launch.process import Process, children, signal_alone, start, stat_of, wait_all
-from samestep.launch.stacks import STACKS_SIGNAL, place_in
+from samestep.launch.rank.user_code import STACKS_SIGNAL, place_in
+from samestep.launch.start.prefork_server import PreforkServer
 from samestep.rankenv import child_environment, variable
 from samestep.verification import journal
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.launch.verdict import DIFFERENT_COLLECTIVES
+from samestep.launch.result import DIFFERENT_COLLECTIVES
 from samestep.verification import claims, machine, numerics, runs
 from samestep.verification.files import Files, written_folders
 from samestep.verification.findings import AGREES, DECISIVE, DECLARED, PROVED, Finding, unchecked

@@ -19,8 +19,8 @@ from typing import Any
 
 from samestep import rankenv
 from samestep.errors import BackendError, RankVariablesError
-from samestep.launch.cores import binding_warning, unbound_cores
-from samestep.launch.warning import warn
+from samestep.launch.cpus import binding_warning, unbound_cores
+from samestep.launch.rank.user_code import warn
 
 __all__: list[str] = []
 

@@ -116,8 +116,8 @@ def _serve_store(mpi: Any) -> Any:
     """Returns a store that rank 0 serves, at an address that all get by MPI. Collective."""
     from torch._C._distributed_c10d import TCPStore
 
-    from samestep.launch.address import LOOPBACK, listen
-    from samestep.launch.network import addresses
+    from samestep.launch.hosts.network import addresses
+    from samestep.launch.rank.store import LOOPBACK, listen
 
     world = mpi.COMM_WORLD
     here = world.Split_type(mpi.COMM_TYPE_SHARED)

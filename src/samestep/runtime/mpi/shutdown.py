@@ -28,7 +28,7 @@ from samestep.launch.process import (
     set_exit_code,
     skips_exit_handlers,
 )
-from samestep.launch.telling import write_stderr
+from samestep.launch.rank.excepthook import write_stderr
 
 __all__: list[str] = []
 

@@ -22,7 +22,7 @@ from samestep.collectives.measure import measure
 from samestep.collectives.plan import Operation, Plan
 from samestep.collectives.point_to_point import PointToPoint
 from samestep.errors import PeerError, UsageError
-from samestep.launch.failure import one_line
+from samestep.launch.rank.failure import one_line
 from samestep.network.links import Link, Links
 from samestep.runtime.process_group.shared_memory import GroupInfo
 

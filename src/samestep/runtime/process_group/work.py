@@ -179,7 +179,7 @@ class _ErrorMarker:
         self._error = error
 
     def __repr__(self) -> str:
-        # the launcher recognises a lost peer by this text: see samestep.launch.failure.LOST_PEER
+        # the launcher recognises a lost peer by this text: see samestep.launch.rank.failure.LOST_PEER
         lost = "peer is gone: " if isinstance(self._error, PeerError) else ""
         return f"nothing, for {lost}{self._error}"
 

@@ -19,8 +19,8 @@ from samestep.instrument import collectives, dataloader, training
 from samestep.instrument.callbacks import Callbacks, LoaderPass, PassIterator, subscribe
 from samestep.instrument.collective_call import CollectiveCall
 from samestep.instrument.patch import call_site
-from samestep.launch.observers import Observer, RankContext
-from samestep.launch.telling import write_stderr
+from samestep.launch.rank.excepthook import write_stderr
+from samestep.launch.rank.observers import Observer, RankContext
 from samestep.rankenv import variable
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event

@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from samestep.instrument.patch import is_own
-from samestep.launch.failure import relative_path
+from samestep.launch.rank.user_code import relative_path
 from samestep.runtime.digest import digest, digest_of_bytes
 from samestep.runtime.rng import RngState, seed_device
 from samestep.verification.recording.rows import leaves

@@ -23,7 +23,7 @@ from samestep.instrument.callbacks import LoadedBatch, LoaderPass, PassIterator
 from samestep.instrument.collective_call import CollectiveCall
 from samestep.instrument.patch import call_site
 from samestep.instrument.script_io import save_unreported
-from samestep.launch.observers import RankContext
+from samestep.launch.rank.observers import RankContext
 from samestep.rankenv import variable
 from samestep.verification.journal import SPAWNED
 from samestep.verification.recording.adjusting import kill_once_saved

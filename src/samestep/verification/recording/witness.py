@@ -23,7 +23,7 @@ from samestep.instrument import (
 from samestep.instrument.callbacks import Callbacks, LoadedBatch, subscribe
 from samestep.instrument.collective_call import CollectiveCall
 from samestep.instrument.patch import install, on_import, patch
-from samestep.launch.observers import Observer, RankContext
+from samestep.launch.rank.observers import Observer, RankContext
 from samestep.verification.journal import TraceWriter
 from samestep.verification.recording import modules
 from samestep.verification.recording.adjusting import adjusted, doubled

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from samestep.instrument.callbacks import LoaderPass, PassIterator
 from samestep.instrument.patch import call_site, on_import
 from samestep.instrument.script_io import save_unreported
-from samestep.launch.observers import RankContext
+from samestep.launch.rank.observers import RankContext
 from samestep.rankenv import variable
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record, read

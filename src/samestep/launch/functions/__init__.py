@@ -1,0 +1,1 @@
+"""Functions instead of scripts: `samestep.spawn`."""

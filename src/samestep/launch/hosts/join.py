@@ -1,0 +1,415 @@
+"""Waits until the agents of all hosts are connected: before the first attempt, and in the place of lost ones.
+
+    --hosts a,b --via ssh        the transport starts an agent on each; it connects back
+    --nnodes 2 --node-rank 1     started by hand on each host; number 0 waits where --rendezvous says
+    srun, mpiexec                one task each; task 0 waits, and says where in a file that all can read
+
+Whoever is missing is named, with the reason that ssh or the host gave, and not after torchrun's five minutes; who comes
+and does not belong here, with another token, number or command, is told so at once, and so is who waits. Hosts that are
+left when one is lost (`--lost-host wait`) keep their agents, with all that these have imported.
+"""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from samestep.errors import RendezvousError, SamestepError, UsageError
+from samestep.launch.controller import (
+    AgentConnection,
+    Controller,
+    Interruption,
+    connection_of,
+    host_name,
+    open_here,
+)
+from samestep.launch.event_loop import Loop
+from samestep.launch.hosts.preflight import HostRanks, ordered
+from samestep.launch.hosts.secure_link import AuthenticatedLink, Listener, new_token
+from samestep.launch.hosts.sources import (
+    CONNECT_S,
+    LEAVE_S,
+    AgentSource,
+    NodeSpec,
+    TransportMonitor,
+    TransportSpec,
+    reject,
+)
+from samestep.launch.hosts.transport import Started, start
+from samestep.launch.process import wait_all
+
+SAY_AFTER_S = 3.0  # a person should know what is waited for
+MOST_NAMES = 8  # of those that are waited for
+TOGETHER_S = 0.5  # in which others may fail as the first one did
+
+Say = Callable[[str], None]
+
+
+# --- the first attempt ----------------------------------------------------------------------------
+
+
+class AgentJoin:
+    """Agents on their way to this controller.
+
+    Args:
+        expected: what to call those that are still missing.
+        listener: where they connect.
+        say: tells a person one line.
+        where: how that goes on which says who is waited for.
+        node: this process's own, where somebody else starts the agents; None where a transport does.
+    """
+
+    def __init__(
+        self, expected: Sequence[str], listener: Listener, say: Say, where: str = "", node: NodeSpec | None = None
+    ) -> None:
+        self._expected = list(expected)
+        self._listener = listener
+        self._say = say
+        self._where = where
+        self._node = node
+        self._loop = Loop()
+        self._links: list[AuthenticatedLink] = []
+        self._said: set[str] = set()
+        self._fault: str | None = None
+        self._also: list[str] = []  # what failed just after it
+
+    def collect(
+        self, seconds: float, started: Sequence[Started] = (), python: str | None = None
+    ) -> list[AuthenticatedLink]:
+        """Returns one link for each expected agent, in the order of their coming.
+
+        Raises:
+            UsageError: a transport could not start one; says why, and what fixes it.
+            RendezvousError: some did not come in time; says who.
+        """
+        self._loop.watch(self._listener.fileno(), self._accept)
+        monitors = [TransportMonitor(self._loop, one, self._failed, python) for one in started]
+        self._seconds = seconds
+        self._loop.at(seconds, self._too_late)
+        self._loop.at(SAY_AFTER_S, self._say_for_whom)
+        try:
+            self._loop.run()
+        except BaseException:
+            self._reject_all("error: node 0 has given up waiting")
+            raise
+        finally:
+            for monitor in monitors:
+                monitor.close()
+            self._loop.close()
+        if self._fault is not None:
+            self._reject_all(f"error: {self._fault}")
+            more = ["…"] if len(self._also) > MOST_NAMES else []
+            error = UsageError if started else RendezvousError
+            raise error("; ".join([self._fault, *self._also[:MOST_NAMES], *more]))
+        return self._links
+
+    def _accept(self) -> None:
+        while (link := self._listener.accept()) is not None:
+            self._check(link)
+        for rejected in self._listener.rejected:
+            address, _, reason = rejected.partition(": ")
+            self._say_once(f"note: {address} was rejected: {reason}")
+        self._listener.rejected.clear()
+        if len(self._links) == len(self._expected):
+            self._loop.stop()
+
+    def _check(self, link: AuthenticatedLink) -> None:
+        """Takes in who belongs here; anybody may come again who has gone meanwhile."""
+        for other in list(self._links):
+            other.receive()  # heartbeats
+            if other.closed:
+                other.close()
+                self._links.remove(other)
+        reason = None if self._node is None else self._node.reject_reason(link.peer_info) or self._twice(link)
+        if reason is None:
+            self._links.append(link)
+            return
+        reject([link], f"error: {reason}")
+        if self._node is not None and self._node.launcher is not None:
+            self._failed(reason)  # nobody will start another
+        else:
+            self._say_once(f"note: {host_name(link)} ({link.address[0]}) was rejected: {reason}")
+
+    def _twice(self, link: AuthenticatedLink) -> str | None:
+        assert self._node is not None
+        number = link.peer_info["index"]
+        for other in self._links:
+            if other.peer_info["index"] == number:
+                first = f"{host_name(other)} ({other.address[0]}) is it"
+                return (
+                    f"{self._node.word} {number} is there twice, and {first}: give each host a --node-rank of its own"
+                )
+        return None
+
+    def _reject_all(self, reason: str) -> None:
+        if self._node is not None:
+            reject(self._links, reason)
+        for link in self._links:
+            link.close()
+
+    def _failed(self, reason: str) -> None:
+        if self._fault is not None:
+            self._also.append(reason)
+            return
+        self._fault = reason
+        self._loop.at(TOGETHER_S, self._loop.stop)
+
+    def _name(self, link: AuthenticatedLink) -> str:
+        index, own = link.peer_info.get("index"), link.peer_info.get("name") or host_name(link)
+        return next((name for name in self._expected if name.endswith(f" {index}")), str(own))
+
+    def _missing(self) -> str:
+        known = {self._name(link) for link in self._links}
+        names = [name for name in self._expected if name not in known] or self._expected
+        return ", ".join(names if len(names) <= MOST_NAMES else [*names[:MOST_NAMES], "…"])
+
+    def _say_for_whom(self) -> None:
+        self._say(f"waiting for up to {self._seconds:g} s for {self._missing()}{self._where}")
+
+    def _say_once(self, text: str) -> None:
+        """Who was rejected may try again, and again."""
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
+
+    def _too_late(self) -> None:
+        missing, of = len(self._expected) - len(self._links), len(self._expected)
+        count = f" ({missing} of the {of} that were waited for)" if of > 1 else ""
+        self._fault = (
+            f"waited {self._seconds:.0f} s, and {self._missing()} never came{count}: start samestep there too, or see "
+            "whether this host can be reached from there"
+        )
+        self._loop.stop()
+
+
+def start_by_transport(spec: TransportSpec, say: Say) -> tuple[list[AgentConnection], list[Started]]:
+    """Starts an agent on every host and returns them in their order, with what keeps them alive.
+
+    Raises:
+        UsageError: one could not be started; says why, and what fixes it.
+    """
+    token = new_token()
+    with Listener(token) as listener:
+        started = start(spec.starts(), spec.join_info(listener.port, token))
+        try:
+            where = f" to answer over {spec.via} and to connect to this host"
+            links = AgentJoin(spec.hosts, listener, say, where).collect(CONNECT_S, started, spec.python)
+        except BaseException:
+            stop_transports(started)
+            raise
+    aliases = {host: ssh_aliases(host, spec.ssh_args) for host in spec.hosts}
+    return ordered([connection_of(link) for link in links], spec.hosts, aliases), started
+
+
+def stop_transports(started: Sequence[Started]) -> None:
+    for one in started:
+        one.release()
+    wait_all([one.process for one in started], LEAVE_S)
+    for one in started:
+        one.end()
+
+
+def ssh_aliases(host: str, ssh_args: str = "") -> set[str]:
+    """Returns what else ssh calls a host: the name or address that its configuration has for it."""
+    done = subprocess.run(
+        ["ssh", *shlex.split(ssh_args), "-G", host], capture_output=True, text=True, errors="replace", check=False
+    )
+    found = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
+    machine = host.rpartition("@")[2]
+    return {machine, machine.partition(".")[0], *found}
+
+
+def wait_for_agents(node: NodeSpec, ranks: int, say: Say) -> list[AgentConnection]:
+    """Returns the agents that were started beside this one, in the order of their numbers; this process is number 0."""
+    own = open_here(socket.gethostname(), ranks)
+    try:
+        with _listener(node) as listener:
+            node.publish_address(listener.port)
+            names = [f"{node.word} {index}" for index in range(1, node.count)]
+            where = f" to come in at {node.where}" if node.launcher is None else ""
+            links = AgentJoin(names, listener, say, where, node).collect(node.join_timeout)
+    except BaseException:
+        own.link.close()
+        raise
+    finally:
+        if node.file is not None:
+            node.file.unlink(missing_ok=True)
+    return [own, *(connection_of(link) for link in sorted(links, key=lambda link: int(link.peer_info["index"])))]
+
+
+def _listener(node: NodeSpec) -> Listener:
+    try:
+        return Listener(node.token, node.bind, node.port)
+    except RendezvousError as error:
+        hint = "; if it is node 0 of this run that has it, this host is another node: give it another --node-rank"
+        raise RendezvousError(f"{error}{hint if node.port else ''}") from error
+
+
+# --- replacements ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplacementResult:
+    """What a wait has led to: the parts of all hosts; else why there are none, or the signal that has ended it."""
+
+    parts: tuple[HostRanks, ...] = ()
+    reason: str | None = None
+    signal: int | None = None
+
+
+class Replacement:
+    """Brings back the hosts that a run has lost, between two attempts.
+
+    Args:
+        controller: of the run.
+        source: where they come from; None where there is this host alone, whose agent is forked.
+        preflight: returns the parts of all hosts of the controller, after all checks; warnings go to its argument.
+        seconds: how long to wait.
+        say: tells a person one line.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        source: AgentSource | None,
+        preflight: Callable[[Callable[[str], None]], Sequence[HostRanks]],
+        seconds: float,
+        say: Say,
+    ) -> None:
+        self._controller = controller
+        self._source = source
+        self._preflight = preflight
+        self._seconds = seconds
+        self._say = say
+
+    def bring_back(self, prepare: Callable[[tuple[HostRanks, ...]], object]) -> ReplacementResult:
+        """Waits until nobody is missing, and all have been examined and prepared.
+
+        Args:
+            prepare: lets the hosts of these parts get ready.
+        """
+        self._late = self._broken_off = False
+        self._new: set[int] = set()  # who has connected
+        self._rejected: set[int] = set()
+        self._said: set[str] = set()
+        try:
+            with self._controller.between_attempts() as loop:
+                alarm = loop.at(self._seconds, partial(self._too_late, loop))
+                try:
+                    with self._opened(loop):
+                        return self._complete(loop, prepare)
+                finally:
+                    alarm.cancel()
+        except Interruption as signal:
+            return ReplacementResult(signal=signal.args[0])
+        except RendezvousError as error:  # somebody else has the port by now
+            return ReplacementResult(reason=f"not started again: no replacement can come in: {error}")
+
+    @contextmanager
+    def _opened(self, loop: Loop) -> Iterator[None]:
+        if self._source is None:
+            yield
+            return
+        with self._source.opened(loop) as listener:
+            loop.watch(listener.fileno(), partial(self._accept, loop, listener))
+            try:
+                yield
+            finally:
+                loop.forget(listener.fileno())
+
+    def _complete(self, loop: Loop, prepare: Callable[[tuple[HostRanks, ...]], object]) -> ReplacementResult:
+        while True:
+            try:
+                if not self._fill(loop):
+                    return self._nobody()
+                parts = tuple(self._preflight(lambda _: None))  # its warnings were shown at the start
+                prepare(parts)
+                return ReplacementResult(parts=parts)
+            except SamestepError as fault:
+                self._broken_off = True
+                if not self._missing() and not self._reject_new(str(fault)):
+                    return ReplacementResult(reason=f"not started again: {fault}")
+
+    def _missing(self) -> dict[int, AgentConnection]:
+        return {number: host for number, host in enumerate(self._controller.hosts) if host.gone}
+
+    def _fill(self, loop: Loop) -> bool:
+        """Returns whether nobody is missing any more, before the time is up."""
+        while missing := self._missing():
+            if self._late:
+                return False
+            for number, host in missing.items():
+                self._start(number, host)
+            if self._missing():
+                loop.run()
+        if self._broken_off:
+            self._controller.discard_answers()
+        return True
+
+    def _start(self, number: int, host: AgentConnection) -> None:
+        if host.address is None:
+            self._say_once(f"the agent of this host, {host.host}, has ended: starting another")
+            self._controller.reopen(host)
+            self._new.add(number)
+            return
+        assert self._source is not None
+        if number not in self._rejected:
+            limit = f"for up to {self._seconds:g} s (--join-timeout)"
+            waiting = self._source.waiting_text(number, host, limit)
+            self._say_once(f"host {host.host} is lost ({host.fault}): {waiting}")
+        self._source.start(number, host)
+
+    def _accept(self, loop: Loop, listener: Listener) -> None:
+        assert self._source is not None
+        while (link := listener.accept()) is not None:
+            number, new = link.peer_info.get("index"), connection_of(link)
+            lost = self._missing().get(number) if isinstance(number, int) else None
+            reason = self._source.reject_reason(new)
+            if reason is None and (number is None or lost is None):
+                reason = f"number {number} is not missing"
+            if number is None or lost is None or reason is not None:
+                self._say_once(f"note: {new.host} joined and was rejected: {reason}")
+                self._source.reject(new, str(reason))
+                link.close()
+            elif self._source.accept(number, new):
+                self._controller.replace(lost, new)
+                self._new.add(number)
+                self._rejected.discard(number)
+                loop.stop()
+            else:
+                link.close()
+
+    def _reject_new(self, reason: str) -> bool:
+        """Lets those go who have connected, for they do not fit; returns whether there were any."""
+        hosts = self._controller.hosts
+        rejected, self._new = {number for number in self._new if hosts[number].address is not None}, set()
+        for number in rejected:
+            assert self._source is not None
+            self._say_once(f"note: {hosts[number].host} cannot take the place: {reason}")
+            self._source.reject(hosts[number], reason)
+            self._controller.hang_up(hosts[number], reason)
+            self._source.failed(number, reason)
+        self._rejected |= rejected
+        return bool(rejected)
+
+    def _nobody(self) -> ReplacementResult:
+        missing = self._missing()
+        names = ", ".join(host.host for host in missing.values())
+        nobody = f"no replacement came within {self._seconds:g} s for host {names}"
+        reasons = {} if self._source is None else self._source.reasons
+        why = "; ".join(dict.fromkeys(reasons[number] for number in missing if number in reasons))
+        return ReplacementResult(reason=f"not started again: {nobody}{f' ({why})' if why else ''}")
+
+    def _too_late(self, loop: Loop) -> None:
+        self._late = True
+        loop.stop()
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)

@@ -1,0 +1,142 @@
+"""The file through which tasks that srun or mpiexec has started find the one among them that leads.
+
+    task 0           binds a port, and writes {addresses, port, token} where all can read it, in one rename
+    the others       look for it until it is there
+
+A file system is the only thing that these tasks share for certain before they are connected, and on one that spans
+hosts there is nothing to wait on: inotify does not see what another host writes. So they look, less and less often.
+
+A leftover of an earlier step must not be taken for this one's. The name has the job's and the step's number and a
+digest of what is different at every start (START_MARKERS); where a launcher says nothing of the kind, as mpiexec over
+ssh, its age decides. Whoever follows such a file will run what its writer says, so that must be the same user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import RendezvousError, UsageError
+from samestep.files import write_private
+from samestep.launch.hosts.secure_link import new_token
+from samestep.paths import own_folder, rendezvous_file
+from samestep.rankenv import RankVariables, variable
+
+KEPT_IN = "secret"
+SHORTEST_S, LONGEST_S = 0.01, 0.5  # seconds between two looks
+STALE_S = 600.0  # seconds; tasks of one step start within this
+START_MARKERS = (  # all tasks of a step have them alike; the port is that of the srun that has started them
+    "SLURM_CLUSTER_NAME",
+    "SLURM_JOB_START_TIME",
+    "SLURM_RESTART_COUNT",
+    "SLURM_STEP_LAUNCHER_PORT",
+)
+GONE = (errno.ENOENT, errno.ESTALE)  # ESTALE_S: replaced on the server after it was found here
+
+
+def rendezvous_path(task: RankVariables, who: str = "head") -> Path:
+    """Returns the file of this step: private to this host where the step is, else in the working directory.
+
+    Args:
+        task: what the launcher says of this task.
+        who: tells apart on one host what the tasks meet for: to be agents of a run ("head"), or its ranks.
+    """
+    if task.one_host:
+        return rendezvous_file(f"{task.job}-{_start_digest()}-{who}" if task.job else None)
+    job = re.sub(r"[^\w.-]+", "-", task.job or "job")
+    return Path.cwd() / f".samestep-{job}-{_start_digest()}.json"
+
+
+def _start_digest() -> str:
+    """Returns a short word that another start of the same step does not have."""
+    started = "\n".join(variable(name) or "" for name in START_MARKERS)
+    return hashlib.sha256(started.encode()).hexdigest()[:8]
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Puts what the others need to know where they look for it; readable by this user alone.
+
+    Raises:
+        RendezvousError: it cannot be written there.
+    """
+    try:
+        write_private(path, json.dumps(content))
+    except OSError as error:
+        raise RendezvousError(
+            f"task 0 cannot say where it is, in {path}: {error.strerror}; start in a directory that you may write and "
+            "all hosts share"
+        ) from error
+
+
+def user_secret() -> str:
+    """Returns a secret that this user's processes on this host share, made by the first that asks for it.
+
+    For what listens on the loopback address, where the other users of the host can connect too. It lies in a file that
+    they cannot read.
+
+    Raises:
+        UsageError: somebody else has made that folder.
+    """
+    try:
+        file = own_folder() / KEPT_IN
+        if not file.exists():
+            descriptor, draft = tempfile.mkstemp(dir=file.parent)  # mode 0600
+            with os.fdopen(descriptor, "w", encoding="ascii") as fresh:
+                fresh.write(new_token())
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, file)  # whole or not at all, and never over another's
+            Path(draft).unlink()
+        return file.read_text(encoding="ascii")
+    except OSError as error:
+        raise UsageError(f"no secret can be kept on this host ({error}): set SAMESTEP_TOKEN") from error
+
+
+def wait_for(path: Path, seconds: float) -> dict[str, Any]:
+    """Returns what task 0 has written.
+
+    Raises:
+        RendezvousError: nothing was, in time, or it is another user's.
+    """
+    until = time.monotonic() + seconds
+    pause = SHORTEST_S
+    while (found := _read(path)) is None:
+        if time.monotonic() >= until:
+            raise RendezvousError(
+                f"task 0 has not said where it is, in {path} within {seconds:.0f} s: did it start, and do all hosts "
+                "share this directory?"
+            )
+        time.sleep(pause)
+        pause = min(LONGEST_S, pause * 1.5)
+    return found
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Returns what stands there, or None where nothing does, or a leftover."""
+    _refresh(path.parent)
+    try:
+        with path.open(encoding="utf-8") as file:
+            known = os.fstat(file.fileno())
+            if time.time() - known.st_mtime >= STALE_S:
+                return None
+            if known.st_uid != os.geteuid():
+                raise RendezvousError(f"{path} belongs to somebody else: start in a directory that is your own")
+            found: dict[str, Any] = json.load(file)
+            return found
+    except OSError as error:
+        if error.errno not in GONE:
+            raise RendezvousError(f"{path}, where task 0 says where it is, cannot be read: {error.strerror}") from error
+        return None
+
+
+def _refresh(folder: Path) -> None:
+    """Makes a network file system ask its server: a name it did not find stays missing for half a minute else."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))

@@ -1,0 +1,211 @@
+"""Slurm: the job that `samestep run --slurm` submits.
+
+    sbatch script          on the first node, one job
+      srun                 one task on each node: `samestep run -n K`, which starts the K ranks of its node
+        task 0             leads; the others connect to it (samestep.launch.hosts.rendezvous_file)
+      exit code 75         every rank has saved: the job is queued again, under the same number
+      any other            the job's own, which is the culprit's
+
+Every task leaves with the exit code of the run, so srun, which returns the highest of its tasks' codes, returns that.
+With --kill-on-bad-exit=1 it would not: the first task to leave with 75 makes srun end the others with SIGTERM while
+they are on their way out, and 143 is higher. samestep ends the ranks of a run that has failed by itself, so srun
+has only to end a task that never came so far: --wait.
+
+USR1 comes some time before the limit (--signal=B:), to the batch script alone, which tells the process that leads the
+run. Sent to the tasks, it would reach every process in them, and end what does not handle it: the workers of a
+DataLoader, and ranks that cannot save. Those are left to train on to their limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from samestep.errors import UsageError
+from samestep.files import write_private
+
+WARNING_S = 60  # seconds before the time limit at which the ranks are asked to save; Slurm may be a minute early
+AFTERWARDS = 30.0  # seconds that are left when a save has taken all of its grace
+LONGEST = 65_535  # seconds that sbatch takes
+SCRIPT = "samestep.sbatch"  # what is submitted, in the run directory
+LEAVE_TIME_S = 60  # seconds for the other tasks to end when one has
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchJob:
+    """What a job is to be.
+
+    Attributes:
+        program: the script, or `-m` and the module, and its arguments.
+        directory: where it runs; all nodes must see it.
+        run_dir: where the run's files and the job's output go; all nodes must see it.
+        options: of `samestep run`, beside `-n` and `--run-dir`.
+        nodes: how many.
+        ranks: on each node; one per GPU by default, else one.
+        sbatch_args: further options of sbatch, such as "--account=physics"; they win over the others.
+        wait: seconds that other tasks may stay when one has left; 0 is for ever, which `--lost-host continue` and
+            `wait` need.
+        variables: names of those that go along.
+        warning: seconds before the time limit at which the ranks are asked to save.
+    """
+
+    program: tuple[str, ...]
+    directory: Path
+    run_dir: Path
+    options: tuple[str, ...] = ()
+    nodes: int = 1
+    ranks: int | None = None
+    sbatch_args: str = ""
+    wait: int = LEAVE_TIME_S
+    variables: tuple[str, ...] = ()
+    warning: int = WARNING_S
+
+
+def warning_for(grace: float) -> int:
+    """Returns how many seconds before its limit a job must be warned whose ranks may take `grace` seconds to save."""
+    return min(LONGEST, max(WARNING_S, math.ceil(grace + AFTERWARDS)))
+
+
+def batch_script(job: BatchJob) -> str:
+    """Returns the script that sbatch takes.
+
+    Raises:
+        UsageError: something in it cannot stand on a line of a script.
+    """
+    header = "\n".join(f"#SBATCH {line}" for line in _header(job))
+    return f"#!/bin/bash\n{header}\n\n{_body(job)}"
+
+
+def _header(job: BatchJob) -> Iterator[str]:
+    yield _option("job-name", Path(job.program[1] if job.program[0] == "-m" else job.program[0]).stem)
+    yield f"--nodes={job.nodes}"
+    yield "--ntasks-per-node=1"
+    yield f"--cpus-per-task={job.ranks or 1}"
+    yield f"--signal=B:USR1@{job.warning}"
+    yield "--requeue"
+    yield "--open-mode=append"
+    yield _option("output", f"{job.run_dir}/".replace("%", "%%") + "slurm-%j.out")
+    if job.variables:  # names alone: anybody may read the script
+        yield f"--export=ALL,{','.join(job.variables)}"
+    if job.sbatch_args:
+        yield _line(job.sbatch_args.removeprefix("#SBATCH").strip())
+
+
+def _option(name: str, value: str) -> str:
+    return f"--{name}={shlex.quote(_line(value))}"
+
+
+def _line(text: str) -> str:
+    """Returns `text`, which must not begin another line: that one would be obeyed too."""
+    if not text.isprintable():
+        raise UsageError(f"{text!r} cannot stand in a job script: leave line breaks and control characters out")
+    return text
+
+
+BODY = """\
+cd {directory} || exit 2
+
+# a run directory holds one run: what is queued again, or submitted once more, gets a folder of its own in it
+again=${{SLURM_RESTART_COUNT:+/again-$SLURM_RESTART_COUNT}}
+if [ -e {run_dir}"$again/run.json" ]; then again=/again-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}; fi
+
+# the warning before the time limit: for the process that leads the run, and no other
+leader={leader}-$SLURM_JOB_ID
+warned=
+trap 'warned=1; kill -USR1 "$(cat "$leader")"' USR1
+
+# one task on each node, with all of its cores and GPUs; each leaves with the exit code of the whole run
+{command} &
+wait $!
+code=$?
+while [ -n "$warned" ]; do # it was the warning that ended the wait
+    warned=
+    wait $!
+    code=$?
+done
+rm -f "$leader"
+
+if [ "$code" -eq 75 ]; then # every rank has saved: go on from there when there is room again
+    scontrol requeue "$SLURM_JOB_ID" || echo {refused} >&2
+fi
+exit "$code"
+"""
+
+
+LEAD = '[ "$SLURM_PROCID" != 0 ] || echo $$ >"$0"; exec "$@"'  # task 0 is on the node of the batch script
+
+
+def _body(job: BatchJob) -> str:
+    # since Slurm 22.05 srun does not take --cpus-per-task from sbatch; not said, a task has all of its node's share
+    lines = [
+        ["srun", "--kill-on-bad-exit=0", f"--wait={job.wait}", "--cpu-bind=none"],
+        ["bash", "-c", LEAD],
+        [sys.executable, "-P", "-m", "samestep", "run", "-n", str(job.ranks or "auto"), *job.options],
+        ["--run-dir", str(job.run_dir)],
+        list(job.program),
+    ]
+    quoted = [shlex.join(line) for line in lines]
+    quoted[1] += ' "$leader"'
+    quoted[3] += '"$again"'
+    words = {
+        "directory": str(job.directory),
+        "run_dir": str(job.run_dir),
+        "leader": str(job.run_dir / "leader"),
+        "refused": f"saved, but not queued again; to go on: sbatch {shlex.quote(str(job.run_dir / SCRIPT))}",
+    }
+    return BODY.format(command=" \\\n    ".join(quoted), **{name: shlex.quote(text) for name, text in words.items()})
+
+
+def submit(script: str, folder: Path) -> str:
+    """Submits a job and returns its number.
+
+    Args:
+        script: what :func:`batch_script` returned.
+        folder: where it is kept, and its output goes; made here, for Slurm ends a job whose output it cannot open
+            without a word.
+
+    Raises:
+        UsageError: there is no sbatch here, or it refuses the job, and says what sbatch said; or `folder` cannot be
+            written.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    file = folder / SCRIPT
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(file, script)
+        return _submit(file)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            file.unlink()
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        if isinstance(error, OSError):
+            raise UsageError(f"the run directory {folder} cannot be written: {error.strerror}") from error
+        raise
+
+
+def _submit(file: Path) -> str:
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", file], capture_output=True, text=True, errors="replace", check=False
+        )
+    except FileNotFoundError:
+        raise UsageError(
+            "there is no sbatch here: submit on a host of the cluster, or name the hosts with --hosts"
+        ) from None
+    if done.returncode:
+        raise UsageError(f"sbatch refuses the job: {_complaint(done.stderr) or f'exit code {done.returncode}'}")
+    sys.stderr.write(done.stderr)  # sites warn and greet there
+    return done.stdout.strip().partition(";")[0]
+
+
+def _complaint(said: str) -> str:
+    lines = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in said.splitlines()]
+    return "; ".join(line for line in lines if line and not line.startswith("Try "))

@@ -1,0 +1,111 @@
+"""Messages over a stream: a JSON object, and bytes beside it.
+
+    | 4 bytes: length of the JSON | 4 bytes: length of the payload | JSON, {"kind": …, …} | payload |
+
+Sending never blocks: what the socket does not take is kept and goes on when it can be written again, in order. JSON
+and bytes only: nothing that is read here can run.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from typing import Any
+
+CHUNK = 1 << 18  # bytes read at a time
+_HEAD = struct.Struct("!II")
+
+
+@dataclass(frozen=True)
+class Message:
+    kind: str
+    body: dict[str, Any]
+    payload: bytes = b""
+
+
+class Link:
+    """One end of a connection that both sides trust: a socket pair between a process and its fork."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        stream.setblocking(False)
+        self._socket = stream
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+        self.closed = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def pending(self) -> int:
+        """Bytes that the socket has not taken yet."""
+        return len(self._outgoing)
+
+    def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
+        """Sends one message, now or when :meth:`flush` can."""
+        self._outgoing += self._wrap(json.dumps(message).encode(), payload)
+        self.flush()
+
+    def _wrap(self, text: bytes, payload: bytes) -> bytes:
+        return _HEAD.pack(len(text), len(payload)) + text + payload
+
+    def flush(self) -> None:
+        try:
+            while self._outgoing and not self.closed:
+                del self._outgoing[: self._socket.send(self._outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._fail()
+
+    def _fail(self) -> None:
+        self.closed = True
+        self._outgoing.clear()
+
+    def receive(self) -> list[Message]:
+        """Returns what has come in whole; notes in `closed` that the other side has gone."""
+        try:
+            while data := self._socket.recv(CHUNK):
+                self._incoming += data
+            self.closed = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.closed = True
+        return self._unwrap()
+
+    def _unwrap(self) -> list[Message]:
+        messages = []
+        while len(self._incoming) >= _HEAD.size:
+            text, payload = _HEAD.unpack_from(self._incoming)
+            end = _HEAD.size + text + payload
+            if len(self._incoming) < end:
+                break
+            body = json.loads(self._incoming[_HEAD.size : _HEAD.size + text])
+            messages.append(Message(body.pop("kind"), body, bytes(self._incoming[end - payload : end])))
+            del self._incoming[:end]
+        return messages
+
+    def drain(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while self._outgoing and not self.closed and (left := until - time.monotonic()) > 0:
+            self.wait(left)
+            self.flush()
+
+    def wait(self, seconds: float, *, reads: bool = False) -> None:
+        """Waits until the socket takes what is left to send or, where it `reads`, something has come."""
+        poller = select.poll()  # select(2) knows the first 1024 descriptors only
+        poller.register(self._socket, (select.POLLOUT if self._outgoing else 0) | (select.POLLIN if reads else 0))
+        poller.poll(1000 * seconds)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def pair() -> tuple[Link, Link]:
+    ours, theirs = socket.socketpair()
+    return Link(ours), Link(theirs)

@@ -1,0 +1,208 @@
+"""How a rank is, seen from outside: whether its record progresses, whether it computes, what the kernel says of it.
+
+    its progress record      steps, phases, collectives entered and left       progress
+    /proc/PID/stat, io       processor time, bytes read and written            activity; its DataLoader's workers count
+    /proc/PID/stat           R runs, S sleeps, D waits for a disk, T frozen    state
+
+The controller gets, once a second, the heartbeat of ranks that make no progress, and the timing of those that step,
+after every step or every 50 ms. No thread of a rank is asked: it may hold the interpreter's lock, or be frozen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from samestep.launch.event_loop import Loop
+from samestep.launch.process import children, stat_of
+from samestep.progress import Progress
+
+PERIOD_S = 1.0  # between two heartbeats, and at most between two timings
+SHORTEST_S = 0.05  # between two timings
+NO_PROGRESS_S = 1.0  # after which a heartbeat is sent
+COMPUTES = 0.1  # of one core, beyond what threads that wait for messages use
+READS = 1 << 14  # bytes a second, read or written; a slow network's are among them
+SUSPENDED_S = 5.0  # between two looks, after which this process itself has been stopped, and its ranks with it
+BACKWARD = "the all-reduce of a backward pass"
+_KEPT = 200  # steps whose durations are kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankHeartbeat:
+    """How one rank is.
+
+    Attributes:
+        rank: which.
+        pid: its process.
+        step: optimizer steps finished.
+        since_progress: seconds since its record changed.
+        since_activity: seconds since it, or a child of it, has computed, read or written.
+        state: the kernel's letter for its main thread.
+        entered: collectives entered.
+        operation: the collective that it is in, BACKWARD for those of a backward pass; "" outside of any.
+        site: where the script called it.
+        phase: as in its record.
+        p99_step: seconds that 99 of 100 of its steps do not exceed.
+    """
+
+    rank: int
+    pid: int
+    step: int
+    since_progress: float
+    since_activity: float
+    state: str
+    entered: int
+    operation: str
+    site: str
+    phase: str
+    p99_step: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTiming:
+    """How far a rank is, and where its time has gone: seconds, since it began, up to the end of its last step.
+
+    Attributes:
+        rank: which.
+        step: optimizer steps finished.
+        at: when the last of them was, on its host's monotonic clock.
+        waited: for other ranks.
+        data: waiting for data.
+        non_training: in evaluations, saves and loads.
+        load: no seconds: the samples, tokens or numbers that it has worked on.
+    """
+
+    rank: int
+    step: int
+    at: float
+    waited: float
+    data: float
+    non_training: float
+    load: float = 0.0
+
+
+@dataclass
+class _Seen:
+    """What was known of a rank at the last look; times are of the monotonic clock, in seconds."""
+
+    record: tuple[object, ...] = ()
+    progressed: float = 0.0
+    active: float = 0.0
+    looked: float = 0.0
+    computed: float = 0.0
+    transferred: int = 0
+    step: int = 0
+    stepped: float | None = None
+    durations: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    reported: bool = False
+
+
+class HeartbeatMonitor:
+    """Sends heartbeats and timings of the ranks of one host.
+
+    Args:
+        loop: calls it.
+        ranks: returns process and progress record of every rank that has not ended.
+        send: is given the kind of every message, "heartbeat" or "step_timing", and its fields.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        ranks: Callable[[], Mapping[int, tuple[int, Progress]]],
+        send: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        self._loop, self._ranks, self._send = loop, ranks, send
+        self._seen: dict[int, _Seen] = {}
+        self._timings: dict[int, tuple[StepTiming, float]] = {}  # with the seconds of a step
+        self._looked = time.monotonic()
+        self._send_heartbeats()
+        self._send_timings()
+
+    def _send_heartbeats(self) -> None:
+        self._loop.at(PERIOD_S, self._send_heartbeats)
+        now, ranks = time.monotonic(), self._ranks()
+        suspended, self._looked = now - self._looked > SUSPENDED_S, now
+        self._seen = {rank: self._seen.get(rank, _Seen(progressed=now, active=now)) for rank in ranks}
+        for rank, (pid, record) in ranks.items():
+            seen = self._seen[rank]
+            state = _update(seen, pid, record, now)
+            if suspended:
+                seen.progressed = seen.active = now
+            stuck = now - seen.progressed >= NO_PROGRESS_S
+            if stuck or seen.reported:
+                seen.reported = stuck
+                self._send("heartbeat", asdict(_heartbeat(rank, pid, record, seen, state, now)))
+
+    def _send_timings(self) -> None:
+        """Sends the timing of those that have stepped; looks again after half a step of the quickest."""
+        soonest, before, self._timings = PERIOD_S, self._timings, {}
+        for rank, (_, record) in self._ranks().items():
+            if record.changed is None:
+                continue
+            timing = _timing(rank, record, record.changed)
+            known, seconds = before.get(rank, (None, SHORTEST_S))
+            if known is None or timing.step != known.step:
+                self._send("step_timing", asdict(timing))
+            if known is not None and timing.step > known.step:
+                seconds = (timing.at - known.at) / (timing.step - known.step)
+            self._timings[rank] = timing, seconds
+            soonest = min(soonest, seconds / 2)
+        self._loop.at(max(SHORTEST_S, soonest), self._send_timings)
+
+
+def _heartbeat(rank: int, pid: int, record: Progress, seen: _Seen, state: str, now: float) -> RankHeartbeat:
+    durations = sorted(seen.durations)
+    return RankHeartbeat(
+        rank=rank,
+        pid=pid,
+        step=record.step,
+        since_progress=now - seen.progressed,
+        since_activity=now - seen.active,
+        state=state,
+        entered=record.entered,
+        operation=record.operation if record.in_collective else BACKWARD if record.phase == "wait" else "",
+        site=record.site if record.in_collective else "",
+        phase=record.phase,
+        p99_step=durations[int(0.99 * (len(durations) - 1))] if durations else 0.0,
+    )
+
+
+def _timing(rank: int, record: Progress, at: float) -> StepTiming:
+    spent = {"waited": record.waited, "data": record.data, "non_training": record.non_training, "load": record.load}
+    return StepTiming(rank=rank, step=record.step, at=at, **spent)
+
+
+def _update(seen: _Seen, pid: int, record: Progress, now: float) -> str:
+    """Takes down what has changed since the last look; returns the kernel's letter."""
+    place = (record.step, record.entered, record.left, record.phase, record.phase_since)
+    if place != seen.record:
+        seen.record, seen.progressed = place, now
+    if record.step != seen.step and record.changed is not None:
+        if seen.stepped is not None and record.step > seen.step:
+            seen.durations.append((record.changed - seen.stepped) / (record.step - seen.step))
+        seen.step, seen.stepped = record.step, record.changed
+    state, computed = stat_of(pid)
+    transferred = _transferred(pid)
+    for child in children(pid):
+        computed += stat_of(child)[1]
+        transferred += _transferred(child)
+    seconds = now - seen.looked
+    busy = abs(computed - seen.computed) > COMPUTES * seconds  # less where a child has ended
+    if busy or abs(transferred - seen.transferred) > READS * seconds:
+        seen.active = now
+    seen.looked, seen.computed, seen.transferred = now, computed, transferred
+    return state
+
+
+def _transferred(pid: int) -> int:
+    """Returns the bytes that a process has read and written; 0 where the kernel does not tell."""
+    with suppress(OSError, ValueError):
+        lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+    return 0

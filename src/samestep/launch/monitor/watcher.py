@@ -1,0 +1,207 @@
+"""Watches the ranks of one host that something else than `samestep run` has started; `samestep.world` brings it along.
+
+torchrun, srun, mpiexec or a shell starts the ranks, and takes them down in its own way. They connect to this process,
+each with its pipe, its stacks and its record; so the rules and last words are those of `samestep run`: who failed
+first, at which line, where the others were; and nobody waits for the dead.
+
+It is not the ranks' parent, so of one that ends without a word it knows the exit code only if it looks before the
+parent has. It never stops ranks unless one has failed, and ends when the last of them has. A rank that merely lost a
+peer stays until the last words are said: a launcher that sees its ranks end takes down whatever still speaks, and
+torchrun blames the first that it sees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from samestep.launch.event_loop import Loop
+from samestep.launch.process import stat_fields
+from samestep.launch.rank.control import RankPipe
+from samestep.launch.rank.failure import death
+from samestep.launch.rank.user_code import STACKS_SIGNAL
+from samestep.launch.rank_process import RankProcess
+from samestep.launch.result import RunResult, summary_lines
+from samestep.launch.supervisor import KILL_AFTER_S, Supervisor
+from samestep.text import rank_list
+
+LONGEST = 64  # bytes in which a rank says its number
+CONNECT_S = 30.0  # for all ranks of the host to connect
+SILENT = "it ended without a word: by a signal, or by os._exit"
+ASKED_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}  # somebody has ended the run: nothing to explain
+
+
+class ForeignRank(RankProcess):
+    def __init__(self, rank: int, pid: int, handle: int, pipe: RankPipe, stacks: int, record: int) -> None:
+        super().__init__(rank, pid, pipe, stacks, record)
+        self.handle = handle  # a pidfd
+        self.leaving = False  # it has said that its interpreter ends in good order
+        self.reported = False  # it has said why it fails, and ends by itself
+        self.code: int | None = None  # of one that ended without a word, where it is known
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.handle, number)
+
+
+class WatchedRanks:
+    """The ranks of this host, as the supervisor sees them."""
+
+    def __init__(self, loop: Loop, ranks: Sequence[ForeignRank]) -> None:
+        self.host = socket.gethostname()
+        self.ranks = tuple(one.rank for one in ranks)
+        self._loop = loop
+        self._ranks = {one.rank: one for one in ranks}
+        self.supervisor = Supervisor(loop, [self], loop.stop)
+        for one in ranks:
+            loop.watch(one.handle, partial(self._on_exit, one))
+            loop.watch(one.pipe.fileno(), partial(self._receive, one))
+
+    def _receive(self, one: ForeignRank) -> bool:
+        more = one.receive(partial(self._on_message, one))
+        if one.pipe.ended:
+            self._loop.forget(one.pipe.fileno())
+        return more
+
+    def _on_message(self, one: ForeignRank, kind: str, body: dict[str, Any]) -> None:
+        if kind == "leaving":
+            one.leaving = True
+            return
+        self.supervisor.on_message(self, kind, {"rank": one.rank, **body})
+        if kind == "failed":
+            self._report_end(one, body["failure"]["exit_code"], body["failure"])
+
+    def _on_exit(self, one: ForeignRank) -> None:
+        code = exit_code(one.pid)
+        self._loop.forget(one.handle)
+        while self._receive(one):
+            pass
+        if one.reported:
+            return
+        place = one.place_of_death(lambda stacks: sys.stderr.write(stacks.decode(errors="replace")))
+        died = death(one.rank, one.pid, code or 0, place)
+        if code is None and not one.leaving:
+            died = replace(died, exit_code=1, message=SILENT)
+        one.code = code
+        self._report_end(one, int(not one.leaving) if code is None else code, asdict(died))
+
+    def _report_end(self, one: ForeignRank, code: int, failure: dict[str, Any]) -> None:
+        one.reported = True
+        self.supervisor.on_message(self, "ended", one.end_message(code, failure))
+
+    def command(self, what: str, ranks: Sequence[int], number: int = 0) -> None:
+        """Gives a command to those of `ranks` that are alive; see `LocalRanks.command`."""
+        for one in [self._ranks[rank] for rank in ranks]:
+            if what == "stop":
+                one.pipe.send(what, number=self.result().exit_code)  # launchers pass one of their ranks' codes on
+            elif what == "position":
+                self.supervisor.on_message(self, "position", one.position()[1])
+            elif what != "dump_stacks" or not one.leaving:  # faulthandler may be gone: the signal would kill it
+                numbers = {"dump_stacks": STACKS_SIGNAL, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}
+                one.signal(numbers.get(what, number))
+
+    def result(self) -> RunResult:
+        found = self.supervisor.result()
+        cause = found.root_cause
+        if cause is None or cause.kind != "early_exit" or self._ranks[cause.rank].code == 0:
+            return found
+        message = cause.message.replace("ended with exit code 0", "ended, with a code that only its parent knows,")
+        return replace(found, root_cause=replace(cause, message=message))
+
+    def dismiss(self) -> None:
+        for one in self._ranks.values():
+            one.pipe.close()
+        until = time.monotonic() + KILL_AFTER_S
+        for one in self._ranks.values():
+            if not select.select([one.handle], [], [], max(0.0, until - time.monotonic()))[0]:
+                one.signal(signal.SIGKILL)
+
+
+def exit_code(process: int) -> int | None:
+    """Returns how a process has ended, negative for a signal; None where its parent has taken that already."""
+    fields = stat_fields(process)
+    return os.waitstatus_to_exitcode(int(fields[-1])) if fields and fields[0] in {"Z", "X"} else None
+
+
+def accept_ranks(listener: socket.socket, count: int) -> list[ForeignRank]:
+    """Returns the ranks of this host, as soon as all have come, or those that came in time."""
+    listener.settimeout(CONNECT_S)
+    ranks: list[ForeignRank] = []
+    with contextlib.suppress(TimeoutError):
+        while len(ranks) < count:
+            stream, _ = listener.accept()
+            one = _accept_rank(stream)
+            if one is not None:
+                ranks.append(one)
+    return ranks
+
+
+def _accept_rank(stream: socket.socket) -> ForeignRank | None:
+    """Takes a rank's descriptors; None for somebody else's process, or one that is gone already."""
+    process, user, _ = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if user != os.getuid():
+        stream.close()
+        return None
+    try:
+        rank, (stacks, record), _, _ = socket.recv_fds(stream, LONGEST, 2)
+        handle = os.pidfd_open(process)
+        stream.send(b"+")  # from now on it may die
+    except (OSError, ValueError):
+        stream.close()
+        return None
+    return ForeignRank(int(rank), process, handle, RankPipe(stream), stacks, record)
+
+
+def last_lines(result: RunResult, size: int, host: str) -> list[str]:
+    """Returns what is to be said at the end: nothing where nobody failed, or somebody ended the run.
+
+    Args:
+        result: of the ranks of this host.
+        size: how many ranks there are on all hosts.
+        host: this one.
+    """
+    cause = result.root_cause
+    if cause is None or cause.signal in ASKED_TO_END or cause.exception == "KeyboardInterrupt":
+        return []
+    if len(result.same_failure) == result.size > 1 and cause.message == SILENT:
+        ended = f"{rank_list(result.same_failure)} on host {host} ended without a word, all at once"
+        return [f"samestep: error: {ended}: one by a signal or by os._exit, the others by their launcher"]
+    if cause.lost_peer and not cause.usage and result.size < size:
+        ranks = sorted(failure.rank for failure in result.failures)
+        theirs = "its" if len(ranks) == 1 else "their"
+        lost = f"lost {theirs} connection to a peer: its own host says why"
+        return [f"samestep: {rank_list(ranks)} on host {host} {lost}"]
+    return summary_lines(replace(result, size=size), None)
+
+
+def main() -> None:
+    """Watches until the last rank of this host has ended; arguments: the listening socket, ranks here, ranks in all."""
+    descriptor, here, size = map(int, sys.argv[1:])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the ranks decide when it ends
+    with socket.socket(fileno=descriptor) as listener:
+        ranks = accept_ranks(listener, here)
+    if len(ranks) < here:
+        return
+    loop = Loop()
+    watched = WatchedRanks(loop, ranks)
+    loop.run()
+    lines = last_lines(watched.result(), size, watched.host)
+    with contextlib.suppress(BrokenPipeError):  # the launcher has ended and taken no notice
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
+        sys.stderr.flush()
+    watched.dismiss()
+
+
+if __name__ == "__main__":
+    main()

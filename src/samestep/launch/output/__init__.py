@@ -1,0 +1,1 @@
+"""The output of ranks on a terminal and in files."""

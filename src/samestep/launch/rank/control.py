@@ -1,0 +1,165 @@
+"""The pipe between a rank and whoever watches it: both its ends.
+
+    from a rank   failed              why this rank is about to end: its error record
+                  position            the line that its main thread was at when it was told to leave
+                  preempted           it has saved, at this step and path
+                  preempt_unsupported nobody here can save: send the signal instead
+                  leaving             the interpreter ends in good order (to a watcher, which cannot wait for it)
+                  flight              what its flight recorder knows (samestep.launch.monitor.flight_recorder)
+    to a rank     stop                a peer has failed: leave now
+                  flight              say what the flight recorder knows
+                  pace                how fast the ranks are, for a progress display
+                  preempt             save at the next step that all agree on, and leave with exit code 75
+    end of file                       the launcher is gone: leave now, unless it was a mere watcher
+
+One JSON object a line. A thread of its own reads the commands: the main thread may be in a collective for as long as
+it likes, and a signal would end the workers of a DataLoader, or run the script's handler, which may well begin to save
+with peers that are dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from samestep.launch.monitor import flight_recorder
+from samestep.launch.rank.user_code import UNKNOWN, own_line, tried
+
+CHUNK = 1 << 16  # bytes read at a time
+FLUSH_S = 0.3  # how long leaving may wait for a stream that another thread holds
+
+Preempt = Callable[[int], None]  # gets the number of the signal that the launcher got
+
+_preempt: list[Preempt] = []
+_pace = [""]
+
+
+def when_preempted(preempt: Preempt | None) -> None:
+    """Names who saves and leaves when this rank is to be preempted; None: nobody any more.
+
+    It is called on a thread other than the main one, and must return at once.
+    """
+    _preempt[:] = [] if preempt is None else [preempt]
+
+
+def preempt(number: int) -> bool:
+    """Passes the command on; returns False where nobody in this process can carry it out."""
+    for one in _preempt:
+        one(number)
+    return bool(_preempt)
+
+
+def pace() -> str:
+    """Returns what the launcher knows: "waiting 31%  slowest rank 2 (1.4x)"; "" where it knows nothing."""
+    return _pace[0]
+
+
+class Control:
+    """The rank's end. Call :meth:`start` once, from the main thread.
+
+    Args:
+        descriptor: of a connected socket, which it takes.
+        binding: the rank ends when the other side has.
+    """
+
+    def __init__(self, descriptor: int, *, binding: bool = True) -> None:
+        os.set_inheritable(descriptor, False)
+        self._socket = socket.socket(fileno=descriptor)
+        self._lock = threading.Lock()
+        self._main = threading.main_thread().ident
+        self._binding = binding
+
+    def send(self, kind: str, **body: Any) -> None:
+        """Sends one message. A launcher that is gone receives nothing, and ends this rank anyway."""
+        line = json.dumps({"kind": kind, **body}).encode() + b"\n"
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.sendall(line)
+
+    def start(self) -> None:
+        """Carries out commands from now on."""
+        self._reader = threading.Thread(target=self._read, name="samestep-control", daemon=True)
+        self._reader.start()
+
+    def await_end(self, seconds: float) -> None:
+        self._reader.join(seconds)
+
+    def _read(self) -> None:
+        with self._socket.makefile("rb") as lines:
+            for line in lines:
+                self._carry_out(json.loads(line))
+        if self._binding:
+            os._exit(128 + signal.SIGKILL)
+
+    def _carry_out(self, command: dict[str, Any]) -> None:
+        if command["kind"] == "stop":
+            self._leave(command["number"] or 128 + signal.SIGTERM)
+        elif command["kind"] == "flight":
+            nothing: list[dict[str, Any]] = []
+            self.send("flight", collectives=tried(flight_recorder.last_collectives, nothing))
+        elif command["kind"] == "pace":
+            _pace[0] = command["text"]
+        elif command["kind"] == "preempt" and not preempt(command["number"]):
+            number = command["number"]
+            handles = signal.getsignal(number) not in {signal.SIG_DFL, None}
+            self.send("preempt_unsupported", number=number, handles=handles)
+
+    def _leave(self, code: int) -> NoReturn:
+        where, source = tried(self._position, UNKNOWN)  # whatever that meets: this rank must go
+        self.send("position", where=where, source=source)
+        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing.start()
+        flushing.join(FLUSH_S)
+        os._exit(code)
+
+    def _position(self) -> tuple[str | None, str | None]:
+        frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001  (documented; the name only looks private)
+        return own_line(traceback.extract_stack(frame)) if frame is not None else (None, None)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+class RankPipe:
+    """The other end; `stream` is connected to the rank, and never waited for."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        stream.setblocking(False)
+        self._socket = stream
+        self._held = bytearray()
+        self.ended = False  # the rank has closed its end
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def receive(self) -> tuple[list[dict[str, Any]], bool]:
+        try:
+            data = self._socket.recv(CHUNK)
+        except BlockingIOError:
+            return [], False
+        except ConnectionResetError:
+            data = b""
+        self.ended = not data
+        self._held += data
+        if b"\n" not in data:  # a long message is not looked through again and again
+            return [], bool(data)
+        *lines, self._held = self._held.split(b"\n")
+        return [json.loads(line) for line in lines], True
+
+    def send(self, kind: str, **body: Any) -> None:
+        """Sends a message; what does not fit into the pipe at once is lost, and so it is where the rank is gone."""
+        with contextlib.suppress(OSError):
+            self._socket.send(json.dumps({"kind": kind, **body}).encode() + b"\n")
+
+    def close(self) -> None:
+        self._socket.close()

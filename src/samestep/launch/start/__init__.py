@@ -1,0 +1,1 @@
+"""How agents and ranks are started."""
