@@ -132,7 +132,7 @@ AREAS = (
     ),
     Area(
         "Clusters, networks and plans of a training",
-        ("network/", "planning/"),
+        ("network/", "planning/", "parsing.py"),
         "A value of a cluster file, of a profile or of a topology that cannot be, with the section it stands in: "
         "[plan before renting](plan.md), [topologies](topologies.md).",
     ),

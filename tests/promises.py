@@ -107,7 +107,7 @@ PROMISES: dict[str, list[str]] = {
         "tests/collectives/test_proof.py::test_every_plan_computes_what_it_says_and_leaves_the_same_bits_on_all_ranks",
         "tests/collectives/test_point_to_point.py::test_four_real_ranks_end_with_the_bits_of_the_simulation",
         "tests/network/test_slim_fly.py::test_it_is_an_mms_graph",
-        "tests/network/test_offers.py::test_on_a_network_offers_are_what_contention_says",
+        "tests/planning/test_fabric.py::test_on_a_network_all_reduces_are_what_contention_says",
     ],
     "mission: quantised gradients": [
         "tests/compress/test_schemes.py::test_with_feedback_nothing_is_lost_for_good",

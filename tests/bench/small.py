@@ -7,7 +7,7 @@ import sys
 import pytest
 from torch import nn
 
-from samestep.bench import networks
+from samestep.bench import workloads
 
 WIDTHS = (512, 64, 48, 512)  # of the mlp: 61,040 parameters
 
@@ -20,8 +20,8 @@ def wide():
 def small(function, args=(), module=None, **constants):
     """Calls a function on a rank, with small networks and other constants of its module, or of a benchmark's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(networks, "WIDTHS", WIDTHS)
-        patch.setattr(networks, "_wide", wide)
+        patch.setattr(workloads, "WIDTHS", WIDTHS)
+        patch.setattr(workloads, "_wide", wide)
         for name, value in constants.items():
             patch.setattr(module or sys.modules[function.__module__], name, value)
         return function(*args)

@@ -7,7 +7,7 @@ from small import small
 
 from samestep.bench import buckets
 from samestep.bench.harness import Options
-from samestep.bench.networks import MLP
+from samestep.bench.workloads import MLP
 from samestep.errors import UsageError
 from samestep.replicas import bucket_tuner
 

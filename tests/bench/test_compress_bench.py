@@ -22,7 +22,7 @@ def test_real_ranks_time_every_codec_beside_the_step_without(two_ranks, monkeypa
     int8 = next(one for one in report.comparisons if one.name == "int8")
     assert int8.figures["sent_mb"] == pytest.approx(plain / 4, rel=0.02)
     assert report.conclusion.startswith("Too few steps")
-    assert all(word in report.legend for word in ("ours", "theirs", "sooner", "coding", "pays below"))
+    assert all(word in report.legend for word in ("ours", "theirs", "speedup", "coding", "pays below"))
 
 
 def compared(name, ratio):

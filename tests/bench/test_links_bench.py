@@ -7,18 +7,18 @@ import shlex
 import pytest
 from small import in_place_of_spawn
 
-from samestep.bench import links
 from samestep.bench.harness import Options
-from samestep.bench.links import Found, alike, cluster_text, run
 from samestep.cli import bench
 from samestep.cli.bench import main
 from samestep.errors import UsageError
 from samestep.network.cluster import parse
 from samestep.network.links import Link, Links
+from samestep.planning import measure_cluster
+from samestep.planning.measure_cluster import MeasuredLinks, cluster_text, ranks_per_host, run
 
 
 def test_real_ranks_are_measured_and_the_file_is_read_again(two_ranks, monkeypatch):
-    monkeypatch.setattr(links, "spawn", in_place_of_spawn(two_ranks))
+    monkeypatch.setattr(measure_cluster, "spawn", in_place_of_spawn(two_ranks))
     report = run(Options(2, 2))
     found = parse(report.file)
     assert (found.nodes, found.devices) == (1, 2)
@@ -36,14 +36,14 @@ def test_a_file_says_what_was_found(hosts, local):
     two = hosts > 1 and local > 1
     links = Links(inside if local > 1 else between, between if two else None, local if two else None)
     shared = Link(90e-6, 9e9) if hosts == 1 else None
-    told = parse(cluster_text(Found(links, shared, hosts, local, 16e9)))
+    told = parse(cluster_text(MeasuredLinks(links, shared, hosts, local, 16e9)))
     assert (told.nodes, told.devices, told.links, told.shared) == (hosts, local, links, shared)
 
 
 def test_hosts_of_unlike_numbers_of_ranks_are_refused_on_every_rank():
-    assert alike([2, 2, 2, 2]) == 2
+    assert ranks_per_host([2, 2, 2, 2]) == 2
     with pytest.raises(UsageError, match="some have 1, others 2: start as many on each"):
-        alike([2, 2, 1, 1])
+        ranks_per_host([2, 2, 1, 1])
 
 
 def test_links_need_two_ranks():

@@ -90,7 +90,7 @@ def test_steps_that_keep_values_are_held_against_their_neighbours():
 
 def test_ranks_that_fail_are_an_error_and_no_endless_wait(tmp_path):
     with pytest.raises(RankFailure, match="No module named 'nowhere'|gave no answer|ended|failed"):
-        observe.Side(tmp_path / "plain.socket", 1, "cpu", "nowhere:Watch")
+        observe.RankSet(tmp_path / "plain.socket", 1, "cpu", "nowhere:Watch")
 
 
 def test_the_digest_is_timed_for_100_megabytes():

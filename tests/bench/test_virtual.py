@@ -9,8 +9,8 @@ from small import small
 import samestep
 from samestep.bench import virtual
 from samestep.bench.harness import Options
-from samestep.bench.networks import MLP
 from samestep.bench.step import our_steps
+from samestep.bench.workloads import MLP
 from samestep.errors import UsageError
 from samestep.testing import largest_difference
 

@@ -90,7 +90,7 @@ def test_the_real_thing_runs_on_two_processes(tmp_path, capsys, two_ranks, monke
     monkeypatch.setattr(step, "spawn", lambda function, n, case, progress: two_ranks(function, case))
     small = replace(step.MLP, batch=4, samples=256)
     monkeypatch.setattr(step, "MLP", small)
-    monkeypatch.setattr(step, "SOONER", ((small, step.SOONER[1][1]),))
+    monkeypatch.setattr(step, "FASTER", ((small, step.FASTER[1][1]),))
     monkeypatch.setattr(step, "installed", list)  # no other library
     monkeypatch.setattr(step, "SETS", 1)  # of processes
     assert bench.main(["step", "--repeats", "2", "--json", str(tmp_path / "step.json")]) == 0

@@ -124,7 +124,7 @@ def test_bandwidths_are_drawn(tmp_path, monkeypatch, capsys):
 # --- Ctrl-C -------------------------------------------------------------------------------------------
 
 AT_WORK = {  # command -> where it is interrupted, and its arguments
-    "doctor": ("samestep.doctor.examine.run_checks", []),
+    "doctor": ("samestep.doctor.checks.run_checks", []),
     "checkpoint": ("samestep.cli.checkpoint.list_checkpoints", ["list", "."]),
     "plan": ("samestep.network.cluster.load", ["--profile", "any.json", "--cluster", "any.toml"]),
     "report": ("samestep.reporting.run_log.open_run", ["."]),

@@ -18,9 +18,10 @@ from samestep.errors import UsageError
 from samestep.launch.cpus import Cores
 from samestep.network.cluster import parse
 from samestep.pipelines.layers import Layer
-from samestep.planning import here, profiling
-from samestep.planning.observing import FEWEST
-from samestep.planning.profile import Gradient, Profile, Size
+from samestep.planning import measure_cluster
+from samestep.planning import profile_script as profiling
+from samestep.planning.observer import FEWEST
+from samestep.planning.profile import BatchTime, Gradient, Profile
 from samestep.planning.settings import load
 
 CLUSTER = """
@@ -65,7 +66,7 @@ def profile(**changes: object) -> Profile:
         "optimizer_bytes": 48_000_000,
         "activation_bytes": 6_000_000,
         "sizes": tuple(
-            Size(size, sum(one.forward for one in each), sum(one.inputs + one.weights for one in each))
+            BatchTime(size, sum(one.forward for one in each), sum(one.inputs + one.weights for one in each))
             for size, each in sizes.items()
         ),
         "layers": sizes,
@@ -186,7 +187,7 @@ def test_options_behind_the_script_are_its_own_and_that_is_said(tmp_path, monkey
         raise UsageError("train.py fails by itself")
 
     monkeypatch.setattr(profiling, "profile_script", fails)
-    monkeypatch.setattr(here, "cluster", lambda: parse("[nodes]\ncount = 1", "this machine"))
+    monkeypatch.setattr(measure_cluster, "cluster", lambda: parse("[nodes]\ncount = 1", "this machine"))
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     assert run_command(["plan", "train.py", "--cluster=mine.toml"]) == 2
@@ -204,22 +205,22 @@ def test_a_file_that_cannot_be_written_is_named_with_its_own_option(files, optio
 
 
 def test_this_machine_has_no_more_ranks_than_its_quota_has_cores(monkeypatch) -> None:
-    monkeypatch.setattr(here, "visible_gpus", lambda: 0)
-    monkeypatch.setattr(here, "read_cores", lambda: Cores(usable=tuple(range(64)), machine=64, quota=2.5))
-    assert here.devices() == 2
+    monkeypatch.setattr(measure_cluster, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(measure_cluster, "read_cores", lambda: Cores(usable=tuple(range(64)), machine=64, quota=2.5))
+    assert measure_cluster.devices() == 2
 
 
 def test_without_a_cluster_file_the_links_of_this_machine_are_measured(two_ranks, monkeypatch) -> None:
-    monkeypatch.setattr(here, "devices", lambda: 2)
+    monkeypatch.setattr(measure_cluster, "devices", lambda: 2)
     monkeypatch.setattr(
         "samestep.launch.functions.spawn.spawn", lambda function, n, *args, progress: two_ranks(function, *args)
     )
-    found = here.cluster()
+    found = measure_cluster.local_cluster()
     assert (found.nodes, found.devices) == (1, 2)
     assert found.shared is not None
     assert found.links.inside.bytes_per_s > 1e6
-    monkeypatch.setattr(here, "devices", lambda: 1)
-    assert here.cluster().ranks == 1
+    monkeypatch.setattr(measure_cluster, "devices", lambda: 1)
+    assert measure_cluster.local_cluster().ranks == 1
 
 
 def test_the_picture_is_a_page_that_needs_no_network(files, tmp_path) -> None:

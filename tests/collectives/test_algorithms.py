@@ -20,10 +20,11 @@ from samestep.collectives import (
 )
 from samestep.collectives.plan import Plan, Transfer
 from samestep.collectives.proof import prove
-from samestep.collectives.rounds import PowerOfTwoFold, in_parallel, remap, reversed_rounds, with_root
+from samestep.collectives.rounds import fold, gather_idle, in_parallel, scatter_idle, with_root
 from samestep.errors import UsageError
-from samestep.network.cost import price
 from samestep.network.links import Link, Links
+from samestep.network.messages import remap, reverse, send
+from samestep.network.pricing import price
 
 RANKS = range(2, 65)
 
@@ -197,7 +198,8 @@ def test_eight_ranks_are_reached_as_the_picture_of_the_tree_says():
 
 
 def of_tree(ranks, number):
-    return [(edge.upper, edge.lower) for edge in double_tree.edges(ranks) if edge.tree == number]
+    edges = zip(*(each.tolist() for each in double_tree.edges(ranks)), strict=True)
+    return [(upper, lower) for tree, upper, lower in edges if tree == number]
 
 
 def depth(above, rank):
@@ -221,9 +223,10 @@ def test_each_of_two_trees_reaches_every_rank_once_and_no_rank_sends_both_halves
 
 def test_edges_that_meet_have_two_colours():
     for ranks in RANKS:
-        colour = double_tree.colours(double_tree.edges(ranks))
-        for one, other in combinations(colour, 2):
-            if one.upper == other.upper or one.lower == other.lower:
+        between = double_tree.edges(ranks)
+        colour = double_tree.colours(between)
+        for one, other in combinations(range(len(colour)), 2):
+            if between.upper[one] == between.upper[other] or between.lower[one] == between.lower[other]:
                 assert colour[one] != colour[other]
 
 
@@ -300,18 +303,30 @@ def test_four_parts_use_all_four_directions_of_every_rank_in_every_round():
 # --- rounds made of rounds --------------------------------------------------------------------------
 
 
-def test_a_broadcast_reversed_is_a_reduce_to_the_same_root():
+def transfers(rounds, ranks=12, blocks=50):
+    return Plan("mine", "all_reduce", ranks, blocks, lambda: rounds).rounds
+
+
+def test_a_broadcast_backwards_is_a_reduce_to_the_same_root():
     for ranks in (1, 2, 3, 6, 8):
         spread = tree.broadcast(ranks, root=ranks - 1)
-        prove(Plan("reversed", "reduce", ranks, 1, reversed_rounds(spread.rounds), root=ranks - 1))
+        prove(Plan("backwards", "reduce", ranks, 1, lambda plan=spread: reverse(plan.make_rounds()), root=ranks - 1))
 
 
-def test_rounds_are_mapped_to_other_ranks_and_blocks_and_run_in_parallel():
-    (moved,) = remap(((Transfer(0, 1, 1, 3, True),),), ranks=[4, 7], edges=[10, 20, 25, 40])
-    assert moved == (Transfer(4, 7, 20, 40, True),)
-    assert with_root(((Transfer(0, 2, 0, 1),),), ranks=3, root=2) == ((Transfer(2, 1, 0, 1),),)
-    short, long = ((Transfer(0, 1, 0, 1),),), ((Transfer(2, 3, 0, 1),), (Transfer(3, 2, 1, 2),))
-    assert in_parallel([short, long]) == ((short[0][0], long[0][0]), (long[1][0],))
+def test_ranks_and_blocks_are_renamed_in_every_group():
+    (moved,) = transfers(remap([send([0], [1], 1, 2, adds=True)], [[4, 7], [5, 8]], offset=[10, 20], scale=3))
+    assert moved == (Transfer(4, 7, 13, 19, True), Transfer(5, 8, 23, 29, True))
+
+
+def test_plans_in_parallel_keep_their_rounds_and_the_longer_goes_on_alone():
+    short, long = [send([0], [1])], [send([2], [3]), send([3], [2], 1)]
+    first, second = transfers(in_parallel([short, long]))
+    assert first == (Transfer(0, 1, 0, 1), Transfer(2, 3, 0, 1))
+    assert second == (Transfer(3, 2, 1, 2),)
+
+
+def test_a_root_takes_the_part_of_rank_0():
+    assert transfers(with_root([send([0], [2])], ranks=3, root=2)) == ((Transfer(2, 1, 0, 1),),)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +334,8 @@ def test_rounds_are_mapped_to_other_ranks_and_blocks_and_run_in_parallel():
     [(1, [0], []), (4, [0, 1, 2, 3], []), (5, [0, 2, 3, 4], [1]), (7, [0, 2, 4, 6], [1, 3, 5])],
 )
 def test_a_fold_leaves_a_power_of_two(ranks, members, idle):
-    fold = PowerOfTwoFold(ranks)
-    assert (fold.members, list(fold.idle)) == (members, idle)
-    if not idle:
-        assert fold.gather([0] * ranks, [1] * ranks, adds=True) == fold.scatter([0] * ranks, [1] * ranks) == ()
+    assert [each.tolist() for each in fold(ranks)] == [members, idle]
+
+
+def test_a_power_of_two_needs_no_round_to_fold():
+    assert [*gather_idle(fold(8)[1]), *scatter_idle(fold(8)[1])] == []

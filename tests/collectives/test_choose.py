@@ -9,8 +9,8 @@ import pytest
 from samestep.collectives.choose import CANDIDATES, choose
 from samestep.collectives.proof import prove
 from samestep.errors import UsageError
-from samestep.network.cost import price
 from samestep.network.links import Link, Links
+from samestep.network.pricing import price
 
 ETHERNET = Links(Link(20e-6, 1.25e9), adding_bytes_per_s=5e9)
 HOSTS = Links(Link(2e-6, 20e9), Link(30e-6, 1.25e9), local=4, adding_bytes_per_s=5e9)
@@ -101,7 +101,7 @@ links: 20 µs a message and 1.25 GB/s, adding 5 GB/s
   ring                   1.47 ms    120 µs    1.2 ms    150 µs         6
   4 servers              1.47 ms    120 µs    1.2 ms    150 µs         2
   recursive doubling     2.04 ms     40 µs    1.6 ms    400 µs         2
-  double tree of 4       2.63 ms    400 µs      2 ms    225 µs        20
+  double tree of 4       2.62 ms    400 µs      2 ms    225 µs        20
   binomial tree          3.68 ms     80 µs    3.2 ms    400 µs         4
   1 server               5.52 ms    120 µs    4.8 ms    600 µs         2
 

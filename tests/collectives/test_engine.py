@@ -79,7 +79,9 @@ def test_a_buffer_without_elements_sends_nothing():
 
 
 def test_two_transfers_between_the_same_ranks_in_one_round_are_told_apart():
-    plan = Plan("two", "broadcast", 2, 4, ((Transfer(0, 1, 0, 1), Transfer(0, 1, 2, 4), Transfer(0, 1, 1, 2)),))
+    plan = Plan.from_transfers(
+        "two", "broadcast", 2, 4, ((Transfer(0, 1, 0, 1), Transfer(0, 1, 2, 4), Transfer(0, 1, 1, 2)),)
+    )
     tags = [event[2] for event in record(plan, 1, 4)[0] if event[0] == "receive"]
     assert sorted(tags) == [0, 1, 2]
 

@@ -63,7 +63,7 @@ def test_all_ranks_end_with_the_same_bits_as_was_proved(ranks):
 
 def test_numbers_show_the_difference_that_was_proved():
     pairs = [(one, other) for one in range(4) for other in range(4) if one != other]
-    flat = Plan("flat", "all_reduce", 4, 1, (tuple(Transfer(*pair, 0, 1, True) for pair in pairs),))
+    flat = Plan.from_transfers("flat", "all_reduce", 4, 1, (tuple(Transfer(*pair, 0, 1, True) for pair in pairs),))
     assert not prove(flat).identical
     ends = simulated(flat, inputs(flat, 1003, torch.float32))
     assert not torch.equal(ends[0], ends[3])
@@ -79,7 +79,7 @@ def test_elements_that_are_added_in_one_order_have_the_same_bits_in_any_place():
 
 @pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
 def test_what_is_replaced_was_added_before(late):
-    plan = Plan("mine", "broadcast", 2, 1, ((Transfer(0, 1, 0, 1, True),), (Transfer(0, 1, 0, 1),)))
+    plan = Plan.from_transfers("mine", "broadcast", 2, 1, ((Transfer(0, 1, 0, 1, True),), (Transfer(0, 1, 0, 1),)))
     buffers = [torch.tensor([1]), torch.tensor([10])]
     run_engine(plan, buffers, late=late)
     assert buffers == [1, 1]

@@ -12,7 +12,7 @@ from samestep.errors import UsageError
 
 
 def make(*rounds, ranks=3, blocks=4, operation="all_reduce", root=0):
-    return Plan("mine", operation, ranks, blocks, rounds, root)
+    return Plan.from_transfers("mine", operation, ranks, blocks, rounds, root)
 
 
 def test_what_is_sent_is_what_was_there_when_the_round_began():

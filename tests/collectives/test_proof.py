@@ -40,7 +40,7 @@ def test_no_plan_has_a_transfer_that_could_be_left_out(family):
                     fewer = tuple(other for other in transfers if other is not one)
                     rounds = (*plan.rounds[:number], fewer, *plan.rounds[number + 1 :])
                     with pytest.raises(UsageError):
-                        prove(Plan(plan.name, plan.operation, ranks, plan.blocks, rounds, plan.root))
+                        prove(Plan.from_transfers(plan.name, plan.operation, ranks, plan.blocks, rounds, plan.root))
 
 
 def test_addition_commutes_and_does_not_associate():
@@ -63,8 +63,8 @@ def everybody_to_everybody(ranks):
 
 
 def test_ranks_that_add_in_orders_of_their_own_end_with_different_bits():
-    assert prove(Plan("flat", "all_reduce", 2, 1, everybody_to_everybody(2))).identical
-    proof = prove(Plan("flat", "all_reduce", 3, 1, everybody_to_everybody(3)))
+    assert prove(Plan.from_transfers("flat", "all_reduce", 2, 1, everybody_to_everybody(2))).identical
+    proof = prove(Plan.from_transfers("flat", "all_reduce", 3, 1, everybody_to_everybody(3)))
     assert not proof.identical
     assert proof.position_independent  # every rank treats all its elements alike
 
@@ -99,7 +99,7 @@ def test_halving_and_doubling_add_alike_for_any_number_of_ranks():
 def test_what_is_added_twice_is_named():
     twice = ((Transfer(0, 1, 0, 1, True),), (Transfer(0, 1, 0, 1, True),))
     with pytest.raises(UsageError, match=r"mine: what rank 0 brought is added twice: \(0\+1\) and 0"):
-        prove(Plan("mine", "reduce", 2, 1, twice, root=1))
+        prove(Plan.from_transfers("mine", "reduce", 2, 1, twice, root=1))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_what_is_added_twice_is_named():
 )
 def test_what_is_missing_is_named(operation, rounds, problem):
     with pytest.raises(UsageError, match=problem):
-        prove(Plan("mine", operation, 2, 2, rounds))
+        prove(Plan.from_transfers("mine", operation, 2, 2, rounds))
 
 
 def test_one_rank_needs_nothing_for_any_operation():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from samestep.cli import doctor, main
-from samestep.doctor import together
+from samestep.doctor import checks
 from samestep.errors import UsageError
 from samestep.launch.hosts.mpiexec import mpiexec
 from samestep.rankenv import fresh_environment
@@ -47,8 +47,8 @@ def asked(tmp_path, monkeypatch, capsys):
 @pytest.fixture
 def quick(monkeypatch):
     """Leaves out what takes long and is seen elsewhere: pip, the disk, and processes of mpiexec."""
-    monkeypatch.setattr("samestep.doctor.software.look", lambda: ())
-    monkeypatch.setattr("samestep.doctor.disk.look", lambda _: ())
+    monkeypatch.setattr("samestep.doctor.software.check", lambda: ())
+    monkeypatch.setattr("samestep.doctor.disk.check", lambda _: ())
     monkeypatch.setattr("samestep.doctor.trial._mpi", lambda _: [])
 
 
@@ -89,7 +89,7 @@ def test_a_variable_that_ends_training_is_found_and_so_is_what_it_does(asked) ->
 
 @pytest.mark.usefixtures("quick")
 def test_ranks_that_nobody_started_are_found(asked, monkeypatch) -> None:
-    monkeypatch.setitem(together.PATIENCE, "env", 0.5)
+    monkeypatch.setitem(checks.TIMEOUTS, "env", 0.5)
     left = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29641"}
     code, _, found = asked(**left)
     assert code == 1
@@ -101,7 +101,7 @@ QUICK = """
 import sys
 from samestep.cli import main
 from samestep.doctor import software, trial
-software.look = trial.look = lambda: ()
+software.check = trial.check = lambda: ()
 sys.exit(main(["doctor", "--json", "found.json"]))
 """
 
@@ -143,7 +143,7 @@ def test_help_has_examples(capsys):
 
 
 def test_the_result_may_go_to_standard_output(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("samestep.doctor.examine.run_checks", lambda *_: [])
+    monkeypatch.setattr("samestep.doctor.checks.run_checks", lambda *_: [])
     monkeypatch.setattr(doctor, "_launched", lambda: None)
     assert doctor.main(["--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == {"v": 2, "verdict": "works", "lines": []}

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.doctor import disk, fixes, gpus, hosts, machine, names, pairs, routes, software, trial, variables
-from samestep.doctor.judge import judge
+from samestep.doctor import disk, environment, fixes, gpus, hosts, machine, network, software, trial
+from samestep.doctor.link_findings import judge
 from samestep.launch.cpus import Cores
 from samestep.launch.hosts.network import Interface
 
@@ -44,22 +44,27 @@ eth1 00000000 010200C0 0003 0 0 0 00000000
 
 def lines(folder):
     """Everything that is wrong somewhere."""
-    values = {trap.name: "1" for trap in variables.TRAPS} | {"NCCL_ALGO": "a b", "LD_LIBRARY_PATH": f"{folder}:/b c"}
+    values = {trap.name: "1" for trap in environment.RISKY_VARIABLES} | {
+        "NCCL_ALGO": "a b",
+        "LD_LIBRARY_PATH": f"{folder}:/b c",
+    }
     values |= {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_NUM_THREADS": "many", "CUDA_VISIBLE_DEVICES": "0,1"}
     (folder / "libnccl.so.2").touch()
-    yield from variables.look(values.get, values)
+    yield from environment.check(values.get, values)
     yield from judge(ODD | {"shared": {"see": [0], "get": []}})
     yield from judge(ODD | {"shared": {"see": [0, 1], "get": []}})
     yield from judge(ODD | {"shared": {"see": [0, 1, 2], "get": [1]}})
     yield from gpus.judge(gpus.read_cards(CARDS), gpus.read_users("GPU-b, 7, x, 3 MiB"))
-    yield from pairs.with_driver((13, 0), "470.1", {"V100": "7.0"})
-    yield from pairs.packages({"tensorboard": "2.20", "setuptools": "82", "torch": "2.13+cpu", "torchvision": "1"}.get)
-    yield from pairs.kernel("4.18.0")
-    yield from pairs.overwritten({"nvidia-nccl-cu12": {"a"}, "nvidia-nccl-cu13": {"a"}})
-    yield from routes.judge(routes.read(ROUTES))
-    yield from routes.judge(routes.read(ROUTES.replace("00000000 01", "0000010A 01")))
-    yield from software.quarrels((1, "torch 2.13.0 requires x; extra == 'y', which is not installed."))
-    yield from software.quarrels((-1, ""))
+    yield from software.with_driver((13, 0), "470.1", {"V100": "7.0"})
+    yield from software.packages(
+        {"tensorboard": "2.20", "setuptools": "82", "torch": "2.13+cpu", "torchvision": "1"}.get
+    )
+    yield from software.kernel("4.18.0")
+    yield from software.overwritten_files({"nvidia-nccl-cu12": {"a"}, "nvidia-nccl-cu13": {"a"}})
+    yield from network.judge_routes(network.read_routes(ROUTES))
+    yield from network.judge_routes(network.read_routes(ROUTES.replace("00000000 01", "0000010A 01")))
+    yield from software.conflicts((1, "torch 2.13.0 requires x; extra == 'y', which is not installed."))
+    yield from software.conflicts((-1, ""))
     yield from (software.torch(told, 2, (0,)) for told in (None, "2.1", "2.13+cpu"))
     yield from (software.slurm(said, configured=True) for said in ((1, "no"), (0, "3 down")))
     yield from (
@@ -70,8 +75,8 @@ def lines(folder):
     yield from (machine.open_files(64, hard) for hard in (64, 1 << 20))
     yield from machine.largest_file(1, 1)
     yield from trial.judge(["gloo", "mpi"], [], {})
-    yield from disk.look(Path("/proc"))
-    yield from (names.own_name(name, [Interface("eth0", "10.0.0.5")]) for name in ("no-such.invalid", "localhost"))
+    yield from disk.check(Path("/proc"))
+    yield from (network.own_name(name, [Interface("eth0", "10.0.0.5")]) for name in ("no-such.invalid", "localhost"))
     yield hosts._failed(NAMED, "no")
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from samestep.cli import doctor as command
-from samestep.doctor import gpus, software, trial, variables
-from samestep.doctor.line import Finding, kept, ok, worst_level
+from samestep.doctor import environment, gpus, software, trial
+from samestep.doctor.finding import Finding, guarded, ok, worst_level
 
 
 def levels(lines):
@@ -31,7 +31,7 @@ def test_a_look_that_fails_is_a_line():
         yield ok("a", "seen")
         raise ValueError("odd")
 
-    assert [line.text for line in kept("a", look)] == ["seen", "cannot be looked at: ValueError: odd"]
+    assert [line.text for line in guarded("a", look)] == ["seen", "cannot be looked at: ValueError: odd"]
 
 
 def test_hosts_that_agree_are_told_once():
@@ -80,16 +80,16 @@ def test_torch_must_be_there_new_enough_and_for_the_gpus(installed, gpus_here, l
 
 def test_packages_that_contradict_each_other_are_named():
     said = "torchvision 0.27.0 has requirement torch==2.12.0, but you have torch 2.13.0.\nblack 1 requires click."
-    (line,) = software.quarrels((1, said))
+    (line,) = software.conflicts((1, said))
     assert (line.level, line.text) == ("warning", said.splitlines()[0])
     assert line.fix == f"{shlex.quote(sys.executable)} -m pip install --upgrade torchvision torch==2.13.0"
-    assert [line.level for line in software.quarrels((0, "No broken requirements found."))] == ["ok"]
-    assert [line.level for line in software.quarrels((1, "black 1 requires click."))] == ["ok"]
+    assert [line.level for line in software.conflicts((0, "No broken requirements found."))] == ["ok"]
+    assert [line.level for line in software.conflicts((1, "black 1 requires click."))] == ["ok"]
 
 
 @pytest.mark.parametrize("answer", [(1, "/usr/bin/python: No module named pip"), (-1, "timed out")])
 def test_an_environment_without_pip_is_not_called_sound(answer):
-    (line,) = software.quarrels(answer)
+    (line,) = software.conflicts(answer)
     assert (line.level, line.fix) == ("note", f"{shlex.quote(sys.executable)} -m ensurepip")
 
 
@@ -130,14 +130,14 @@ def test_slurm_is_judged_by_its_nodes():
     ],
 )
 def test_a_variable_that_surprises_is_named(name, value, level, monkeypatch):
-    monkeypatch.setattr(variables, "visible_gpus", lambda: 0)
-    found = [(line.check, line.level) for line in variables.look({name: value}.get, [name])]
+    monkeypatch.setattr(environment, "visible_gpus", lambda: 0)
+    found = [(line.check, line.level) for line in environment.check({name: value}.get, [name])]
     assert found == ([("variables", "ok")] if level is None else [(name, level)])
 
 
 def test_whatever_else_is_set_for_a_library_is_told_together():
     made = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "LL", "OMP_PLACES": "cores", "NCCL_DEBUG": "WARN", "HOME": "/root"}
-    lines = list(variables.look(made.get, made))
+    lines = list(environment.check(made.get, made))
     assert levels(lines) == [("NCCL_*", "note"), ("OMP_*", "note")]
     assert lines[0].text == "NCCL_ALGO=Ring, NCCL_PROTO=LL"
     assert lines[0].fix == "unset NCCL_ALGO NCCL_PROTO"
@@ -146,15 +146,15 @@ def test_whatever_else_is_set_for_a_library_is_told_together():
 def test_libraries_that_stand_before_torchs_own_are_named(tmp_path):
     (tmp_path / "libnccl.so.2").touch()
     (tmp_path / "libpng.so").touch()
-    (line,) = variables.look({"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"}.get, [])
+    (line,) = environment.check({"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"}.get, [])
     assert line.text == f"{tmp_path} holds libnccl.so.2"
     assert line.fix == "export LD_LIBRARY_PATH=/nowhere"
 
 
 @pytest.mark.parametrize(("visible", "level"), [(2, "note"), (1, "warning"), (0, "note")])
 def test_gpus_that_a_variable_hides_are_counted(visible, level, monkeypatch):
-    monkeypatch.setattr(variables, "visible_gpus", lambda: visible)
-    (line,) = variables.look({"CUDA_VISIBLE_DEVICES": "0,1"}.get, [])
+    monkeypatch.setattr(environment, "visible_gpus", lambda: visible)
+    (line,) = environment.check({"CUDA_VISIBLE_DEVICES": "0,1"}.get, [])
     assert line.level == level
 
 
@@ -233,7 +233,7 @@ def test_a_step_over_nccl_is_taken_where_torch_could(gpus, cuda, taken, monkeypa
     monkeypatch.setattr(trial, "cuda_of_torch", lambda: cuda)
     monkeypatch.setattr(trial, "_mpi", lambda _: [])
     monkeypatch.setattr(trial, "_run", lambda _, backends, __: asked.extend(backends) or [])
-    assert list(trial.look()) == []
+    assert list(trial.check()) == []
     assert ("nccl" in asked) is taken
 
 

@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from samestep.doctor import between, names, routes
-from samestep.doctor.judge import judge
+from samestep.doctor import network, pairwise
+from samestep.doctor.link_findings import judge
 from samestep.launch.hosts.network import Interface
 
 ETHERNET = Interface("eth0", "10.0.0.5")
@@ -39,7 +39,7 @@ def test_the_hosts_own_name_must_lead_to_it(address, level, said, monkeypatch, t
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    line = names.own_name("node7", [ETHERNET, LOOPBACK])
+    line = network.own_name("node7", [ETHERNET, LOOPBACK])
     assert line.level == level
     assert said in line.text + line.effect
     if level == "ok":
@@ -54,13 +54,13 @@ def test_the_hosts_own_name_must_lead_to_it(address, level, said, monkeypatch, t
 def test_a_host_without_a_network_has_its_own_name_all_the_same(monkeypatch):
     own = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: own)
-    assert names.own_name("node7", []).level == "ok"
+    assert network.own_name("node7", []).level == "ok"
 
 
 def test_localhost_must_lead_here(monkeypatch):
-    assert list(names.localhost()) == []
+    assert list(network.localhost()) == []
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("10.0.0.5", 0))])
-    (line,) = names.localhost()
+    (line,) = network.localhost()
     assert (line.level, line.text) == ("warning", "is 10.0.0.5")
 
 
@@ -68,9 +68,9 @@ def test_interfaces_are_told_with_their_speed_and_their_largest_packet(tmp_path)
     for name, text in (("speed", "10000"), ("mtu", "9000")):
         (tmp_path / "eth0").mkdir(exist_ok=True)
         (tmp_path / "eth0" / name).write_text(text + "\n")
-    text = names.interfaces([ETHERNET, LOOPBACK], tmp_path).text
+    text = network.interfaces([ETHERNET, LOOPBACK], tmp_path).text
     assert text == "eth0 10.0.0.5 (10000 Mbit/s, MTU 9000), lo 127.0.0.1"
-    assert names.interfaces([LOOPBACK], tmp_path).level == "note"
+    assert network.interfaces([LOOPBACK], tmp_path).level == "note"
 
 
 def test_ports_that_are_all_taken_are_not_called_a_loopback_that_is_down(monkeypatch):
@@ -78,7 +78,7 @@ def test_ports_that_are_all_taken_are_not_called_a_loopback_that_is_down(monkeyp
         raise OSError(errno.EADDRINUSE, "Address already in use")
 
     monkeypatch.setattr(socket, "create_server", taken)
-    (line,) = names.loopback()
+    (line,) = network.loopback()
     assert (line.check, line.level) == ("ports", "error")
     assert "sysctl -w net.ipv4.ip_local_port_range=" in line.fix
 
@@ -86,9 +86,9 @@ def test_ports_that_are_all_taken_are_not_called_a_loopback_that_is_down(monkeyp
 def test_a_port_that_is_taken_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
-        line = list(names.ports(number))[-1]
+        line = list(network.ports(number))[-1]
     assert (line.level, line.text) == ("note", f"{number} is taken")
-    assert list(names.ports(number))[-1].level == "ok"
+    assert list(network.ports(number))[-1].level == "ok"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_port_that_is_taken_is_named():
 )
 def test_variables_must_name_interfaces_that_are_there(name, value, is_there, monkeypatch):
     monkeypatch.setenv(name, value)
-    assert levels(names.chosen([ETHERNET, LOOPBACK])) == ([] if is_there else [(name, "error")])
+    assert levels(network.chosen([ETHERNET, LOOPBACK])) == ([] if is_there else [(name, "error")])
 
 
 def test_adapters_that_are_down_are_named(tmp_path):
@@ -114,7 +114,7 @@ def test_adapters_that_are_down_are_named(tmp_path):
         port.mkdir(parents=True)
         (port / "state").write_text(state + "\n")
         (port / "rate").write_text("200 Gb/sec (4X HDR)\n")
-    assert levels(names.adapters(tmp_path)) == [("InfiniBand mlx5_0", "ok"), ("InfiniBand mlx5_0", "warning")]
+    assert levels(network.adapters(tmp_path)) == [("InfiniBand mlx5_0", "ok"), ("InfiniBand mlx5_0", "warning")]
 
 
 # --- between hosts -------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_names_are_looked_up_from_every_host(monkeypatch):
         return []
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    assert between.unknown_names(["own", "known", "lost"], "own") == [2]
+    assert pairwise.unknown_names(["own", "known", "lost"], "own") == [2]
 
 
 def test_locks_that_do_not_hold_are_named():
@@ -196,12 +196,12 @@ SECOND = DEFAULT.replace("eth0", "eth1")
     ],
 )
 def test_routes_that_lead_nowhere_or_anywhere_are_told(rows, expected):
-    assert [line.level for line in routes.judge(routes.read(HEAD + rows))] == expected
+    assert [line.level for line in network.judge_routes(network.read_routes(HEAD + rows))] == expected
 
 
 def test_routes_are_told_as_a_person_writes_them():
-    (line,) = routes.judge(routes.read(HEAD + DEFAULT + NETWORK))
+    (line,) = network.judge_routes(network.read_routes(HEAD + DEFAULT + NETWORK))
     assert line.text == "default by 192.0.2.1 on eth0, 192.0.2.0/24 on eth0"
-    *_, line = routes.judge(routes.read(HEAD + DEFAULT + DROPPED))
+    *_, line = network.judge_routes(network.read_routes(HEAD + DEFAULT + DROPPED))
     assert line.text == "what goes to 10.16.0.0/16 is dropped here"
     assert line.fix.endswith("ip route del 10.16.0.0/16")

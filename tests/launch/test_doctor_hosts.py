@@ -40,7 +40,7 @@ QUICK = """
 import sys
 from samestep.cli import main
 from samestep.doctor import software, trial
-software.look = trial.look = lambda: ()
+software.check = trial.check = lambda: ()
 sys.exit(main(sys.argv[4:]))
 """
 

@@ -1,16 +1,18 @@
 """All-reduces between hosts of limited bandwidth, beside what is predicted of them from links measured there.
 
 Links are measured as `samestep bench links` does, every algorithm is then carried out by the engine, and priced by
-:mod:`samestep.network.cost`. The kernel limits what a host sends and what it receives; it lets 16 KiB pass at once, so
-that the sizes here are well above.
+:mod:`samestep.network.pricing`. The kernel limits what a host sends and what it receives; it lets 16 KiB pass at once,
+so that the sizes here are well above.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from long_cable import ADDRESSES, long_cable
@@ -23,17 +25,16 @@ import json, sys, time
 from statistics import median
 import torch, torch.distributed as dist
 import samestep
-from samestep.bench.links import MESSAGES
+from samestep.planning.measure_cluster import MESSAGES
 from samestep.collectives import engine
 from samestep.collectives.choose import CANDIDATES
 from samestep.collectives.measure import measure
 from samestep.collectives.point_to_point import PointToPoint
-from samestep.network.cost import price
-from samestep.network.flows import play
+from samestep.network.pricing import price
+from message_simulator import messages_of, play
 from samestep.network.placement import linear
-from samestep.network.rounds import of_plan
-from samestep.network.topologies.cables import Cables
-from samestep.network.topologies.switch import Switch
+from samestep.network.topologies.topology import LinkTypes
+from samestep.network.topologies.topology import Switch
 
 def together():
     # a moment that is the same on all hosts: they are one machine, and have one clock
@@ -47,8 +48,8 @@ def predicted(plan, nbytes, links):
     if sys.argv[1] == "rounds":
         return price(plan, nbytes, links).seconds
     way = links.across()
-    network = Switch(Cables(type(way)(way.latency_s / 2, way.bytes_per_s)), world.size)  # of two links
-    return play(of_plan(plan, nbytes), network, linear(network, world.size), expected=True)
+    network = Switch(LinkTypes(type(way)(way.latency_s / 2, way.bytes_per_s)), world.size)  # of two links
+    return play(messages_of(plan, nbytes), network, linear(network, world.size), expected=True)
 
 with samestep.world(backend="gloo", device="cpu") as world:
     group = dist.new_group(backend="gloo")
@@ -78,6 +79,8 @@ def measured(lab, folder, *sizes, meet_at=None, by="rounds"):
     Returns (algorithm, bytes, seconds, predicted seconds).
     """
     (folder / "measure.py").write_text(MEASURE)
+    simulator = Path(__file__).parent.parent / "network" / "message_simulator.py"
+    shutil.copy(simulator, folder)  # which the script imports
     started = []
     for number, name in enumerate(lab.names):
         where = ["--nnodes", str(len(lab.names)), "--node-rank", str(number)]

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import deque
 
 from samestep.network.links import Link
-from samestep.network.topologies.cables import Cables
 from samestep.network.topologies.dragonfly import Dragonfly
 from samestep.network.topologies.fat_tree import FatTree
 from samestep.network.topologies.slim_fly import SlimFly
-from samestep.network.topologies.switch import Switch
+from samestep.network.topologies.topology import LinkTypes, Switch
 from samestep.network.topologies.torus import Torus, ring
 
-CABLES = Cables(Link(1.0, 2.0), port=Link(4.0, 3.0), far=Link(16.0, 5.0))  # powers of two tell hops apart by their sum
+CABLES = LinkTypes(
+    Link(1.0, 2.0), host_port=Link(4.0, 3.0), global_link=Link(16.0, 5.0)
+)  # powers of two tell hops apart by their sum
 PRIME_POWERS = [3, 4, 5, 7, 8, 9, 11, 13, 16, 17, 19, 23, 25, 27, 29, 31, 32]
 
 NETWORKS = [

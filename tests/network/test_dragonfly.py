@@ -18,7 +18,7 @@ SHAPES = [(1, 2, 1, 0), (2, 4, 2, 0), (1, 3, 2, 0), (2, 4, 2, 5), (1, 1, 3, 0), 
 def test_groups_are_complete_and_joined_by_one_cable_each(shape):
     fly = Dragonfly(CABLES, *shape)
     near, far = Counter(), Counter()
-    for link in range(fly.first_of_fabric, fly.links):
+    for link in range(fly.first_router_link, fly.links):
         tail, head = (vertex - fly.hosts for vertex in fly.ends(link))
         if tail // fly.a == head // fly.a:
             near[tail, head] += 1

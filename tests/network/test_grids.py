@@ -1,4 +1,4 @@
-"""Rings and tori: the grid, arcs against hops, shifts in closed form against counting."""
+"""Rings and tori: the grid, and arcs against hops."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from known_networks import CABLES
 
 from samestep.errors import UsageError
-from samestep.network.load import load
-from samestep.network.routing import ECMP, MINIMAL, hops
-from samestep.network.topologies.topology import Legs, Topology
+from samestep.network.routing import ECMP, MINIMAL, flow, hops
+from samestep.network.topologies.topology import Segments, Topology
 from samestep.network.topologies.torus import Torus, ring
 
 dims = st.one_of(
@@ -55,27 +54,17 @@ def test_twice_a_cross_section_halves_a_torus():
 
 @few
 @given(dims, st.booleans(), st.data())
-def test_arcs_are_counted_as_hop_by_hop(dims, every, data):
+def test_arcs_are_counted_as_hop_by_hop(dims, split, data):
     torus = Torus(CABLES, dims)
     pairs = st.tuples(st.integers(0, torus.hosts - 1), st.integers(0, torus.hosts - 1), st.integers(0, 8))
     messages = np.array(data.draw(st.lists(pairs, min_size=1, max_size=20)))
-    legs, nbytes = Legs(messages[:, 0], messages[:, 1], messages[:, 1]), messages[:, 2] * 48.0  # divides by 3! and 2^4
-    by_arc, by_hop = torus.tally(legs, nbytes, every=every), Topology.tally(torus, legs, nbytes, every=every)
+    ways, nbytes = Segments(messages[:, 0], messages[:, 1], messages[:, 1]), messages[:, 2] * 48.0  # by 3! and 2^4
+    by_arc = torus.link_loads(ways, nbytes, split=split)
+    by_hop = Topology.link_loads(torus, ways, nbytes, split=split)
     assert by_arc[0] == pytest.approx(by_hop[0], abs=1e-9)
     assert by_arc[1] == pytest.approx(by_hop[1], abs=1e-9)
-    if not every:
+    if not split:
         assert (by_arc[0] == by_hop[0]).all()
-
-
-@few
-@given(dims, st.integers(-50, 2000))
-def test_a_shift_costs_in_closed_form_what_it_costs_counted(dims, distance):
-    torus = Torus(CABLES, dims)
-    hosts = np.arange(torus.hosts)
-    turn = torus.turn(distance)
-    counted = load(torus, MINIMAL, hosts, (hosts + distance) % torus.hosts, np.ones(torus.hosts))
-    assert max(bytes_ for bytes_, _ in turn.loads) == counted.nbytes.max(initial=0)
-    assert turn.latency_s == counted.latency_s
 
 
 def test_dimension_order_goes_the_shorter_way_round_and_forward_where_both_are():
@@ -87,13 +76,15 @@ def test_dimension_order_goes_the_shorter_way_round_and_forward_where_both_are()
 
 
 def test_a_message_half_way_round_is_split_both_ways():
-    split = load(ring(CABLES, 6), ECMP, np.array([0]), np.array([3]), np.array([8.0]))
-    assert split.by_link() == {(0, 1): 4, (1, 2): 4, (2, 3): 4, (0, 5): 4, (5, 4): 4, (4, 3): 4}
+    network = ring(CABLES, 6)
+    split = {network.ends(link): share for link, share in flow(network, ECMP, 0, 3).items()}
+    assert split == {(0, 1): 0.5, (1, 2): 0.5, (2, 3): 0.5, (0, 5): 0.5, (5, 4): 0.5, (4, 3): 0.5}
 
 
 def test_a_message_is_split_over_the_orders_of_the_dimensions():
-    split = load(Torus(CABLES, (3, 3)), ECMP, np.array([0]), np.array([4]), np.array([8.0]))
-    assert split.by_link() == {(0, 1): 4, (1, 4): 4, (0, 3): 4, (3, 4): 4}
+    network = Torus(CABLES, (3, 3))
+    split = {network.ends(link): share for link, share in flow(network, ECMP, 0, 4).items()}
+    assert split == {(0, 1): 0.5, (1, 4): 0.5, (0, 3): 0.5, (3, 4): 0.5}
 
 
 def test_numbers_that_do_not_fit_are_refused():

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from known_networks import CABLES, NETWORKS, PRIME_POWERS, named
 
 from samestep.errors import UsageError
-from samestep.network import circuit as circuits
 from samestep.network import placement
 from samestep.network.links import Link
-from samestep.network.topologies.cables import Cables
 from samestep.network.topologies.dragonfly import Dragonfly
 from samestep.network.topologies.fat_tree import FatTree
 from samestep.network.topologies.slim_fly import SlimFly
+from samestep.network.topologies.topology import LinkTypes
 from samestep.network.topologies.torus import Torus
 
 CHOICES = [placement.linear, placement.random, placement.circuit]
@@ -28,7 +27,7 @@ CHOICES = [placement.linear, placement.random, placement.circuit]
 def test_every_host_gets_as_many_ranks_as_it_holds_until_all_are_placed(network, choice, local, data):
     if choice is placement.circuit and isinstance(network, FatTree) and network.up:
         return  # leaves are nobody's neighbours
-    held = replace(network, cables=Cables(Link(1, 1), local=local))
+    held = replace(network, link_types=LinkTypes(Link(1, 1), ranks_per_host=local))
     ranks = data.draw(st.integers(1, held.ranks))
     hosts = choice(held, ranks).hosts
     count = Counter(hosts)
@@ -42,7 +41,6 @@ def test_every_host_gets_as_many_ranks_as_it_holds_until_all_are_placed(network,
 
 def test_linear_is_the_order_of_the_hosts():
     assert placement.linear(NETWORKS[1], 4).hosts == (0, 1, 2, 3)
-    assert placement.linear(NETWORKS[1], 4).in_order
 
 
 def test_random_depends_on_the_seed_alone():
@@ -50,11 +48,10 @@ def test_random_depends_on_the_seed_alone():
     drawn = [placement.random(network, 100, seed).hosts for seed in range(5)]
     assert drawn == [placement.random(network, 100, seed).hosts for seed in range(5)]
     assert len(set(drawn)) == 5
-    assert not placement.random(network, 100, 0).in_order
 
 
 def switches_next_to_each_other(network, hosts):
-    routers = [network.router(host) for host in hosts]
+    routers = [host // network.hosts_per_router for host in hosts]
     steps = zip(routers, routers[1:] + routers[:1], strict=True)
     return all(here == there or there in network.adjacent(here) for here, there in steps)
 
@@ -70,7 +67,7 @@ def test_a_circuit_goes_from_neighbour_to_neighbour_and_back(network):
 @pytest.mark.parametrize("q", PRIME_POWERS)
 def test_every_slim_fly_has_a_circuit(q):
     fly = SlimFly(CABLES, q)
-    found = circuits.search(fly.routers, fly.adjacent)
+    found = placement.search(fly.routers, fly.adjacent)
     assert sorted(found) == list(range(fly.routers))
     near = list(map(set, map(fly.adjacent, found)))
     assert all(there in near[at] for at, there in enumerate(found[1:] + found[:1]))
@@ -90,8 +87,8 @@ def test_a_circuit_of_a_dragonfly_enters_by_one_end_and_leaves_by_the_other():
 
 def test_the_search_gives_up_where_there_is_none():
     star = {0: [1, 2, 3], 1: [0], 2: [0], 3: [0]}
-    assert circuits.search(4, star.__getitem__) is None
-    assert circuits.search(1, lambda _: []) == [0]
+    assert placement.search(4, star.__getitem__) is None
+    assert placement.search(1, lambda _: []) == [0]
 
 
 def test_a_circuit_through_leaves_is_refused():
@@ -110,7 +107,7 @@ def test_ranks_that_do_not_fit_are_refused(choice):
 
 
 def test_a_schedulers_choice_is_taken_if_it_fits():
-    torus = Torus(Cables(Link(1, 1), local=2), (4, 3))
+    torus = Torus(LinkTypes(Link(1, 1), ranks_per_host=2), (4, 3))
     assert placement.chosen(torus, [3, 3, 11]).hosts == (3, 3, 11)
     with pytest.raises(UsageError, match="rank 2 would be number 3 on host 3, which holds 2"):
         placement.chosen(torus, [3, 3, 3])

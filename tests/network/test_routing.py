@@ -14,7 +14,7 @@ from samestep.errors import UsageError
 from samestep.network.routing import ECMP, MINIMAL, flow, path, valiant
 from samestep.network.topologies.dragonfly import Dragonfly
 from samestep.network.topologies.fat_tree import FatTree
-from samestep.network.topologies.switch import Switch
+from samestep.network.topologies.topology import Switch
 
 LINKS = {network: set(links_of(network)) for network in NETWORKS}
 few = settings(deadline=None, max_examples=60)
@@ -91,7 +91,7 @@ def equally_short(network, source, target):
 
 
 @pytest.mark.parametrize(
-    "network", [each for each in NETWORKS if not each.direct and not isinstance(each, Dragonfly)], ids=named
+    "network", [each for each in NETWORKS if not each.hosts_are_routers and not isinstance(each, Dragonfly)], ids=named
 )
 def test_a_message_is_split_evenly_over_all_shortest_paths(network):
     for source, target in [(0, network.hosts - 1), (0, network.hosts // 2), (network.hosts // 3, network.hosts - 1)]:
@@ -115,7 +115,7 @@ def test_the_random_switch_depends_on_the_seed_and_the_pair_alone():
 
 @pytest.mark.parametrize("network", NETWORKS, ids=named)
 def test_a_detour_is_at_most_two_diameters(network):
-    ports = 0 if network.direct else 2
+    ports = 0 if network.hosts_are_routers else 2
     straight = isinstance(network, FatTree | Switch)  # by a random top switch, which is no longer
     longest = max(len(path(network, valiant(3), 0, host)) - 1 for host in range(network.hosts))
     assert longest <= ports + network.diameter * (1 if straight else 2)

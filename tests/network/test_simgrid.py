@@ -13,21 +13,21 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from message_simulator import messages_of, play
 
-from samestep.network import placement, rounds
-from samestep.network.contention import contended_price
-from samestep.network.flows import play
+from samestep.collectives import halving, tree
+from samestep.network import placement
 from samestep.network.links import Link
-from samestep.network.rounds import Shift
+from samestep.network.messages import send
+from samestep.network.pricing import PlacedNetwork
 from samestep.network.routing import MINIMAL, flow
-from samestep.network.topologies.cables import Cables
 from samestep.network.topologies.fat_tree import FatTree
 from samestep.network.topologies.slim_fly import SlimFly
-from samestep.network.topologies.switch import Switch
+from samestep.network.topologies.topology import LinkTypes, Switch
 from samestep.network.topologies.torus import Torus
 
 LINK = Link(1e-6, 12.5e9)
-CABLES = Cables(LINK)
+CABLES = LinkTypes(LINK)
 PYTHON = "/usr/bin/python3"
 N = 16e6
 
@@ -58,10 +58,7 @@ def simulated(network, choice, ranks):
     if reason_to_skip():
         pytest.skip(reason_to_skip())
     placed = choice(network, ranks)
-    messages = [
-        [(placed.hosts[a], placed.hosts[b], n) for a, b, n in zip(one.sources, one.targets, one.nbytes, strict=True)]
-        for one in patterns(ranks)
-    ]
+    messages = [[(placed.hosts[a], placed.hosts[b], n) for a, b, n in one] for one in patterns(ranks)]
     case = {**case_of(network), "bytes_per_s": LINK.bytes_per_s, "latency_s": LINK.latency_s, "rounds": messages}
     done = subprocess.run(
         [PYTHON, Path(__file__).with_name("simgrid_rounds.py")],
@@ -77,15 +74,16 @@ def simulated(network, choice, ranks):
 
 def both(network, choice, ranks):
     """Seconds of every round, ours and SimGrid's."""
-    theirs, placed = simulated(network, choice, ranks), choice(network, ranks)
-    return [contended_price([one], network, placed).seconds for one in patterns(ranks)], theirs
+    theirs, placed = simulated(network, choice, ranks), PlacedNetwork(network, choice(network, ranks))
+    rounds = [send(*zip(*((a, b) for a, b, _ in one), strict=True), 0, [n for *_, n in one]) for one in patterns(ranks)]
+    return [placed.price([one], 1.0).seconds for one in rounds], theirs
 
 
 def patterns(ranks):
     """The ring's round, all of halving and doubling and of a tree, and three shifts."""
-    yield from (Shift(ranks, distance, N / ranks).round() for distance in (1, 3, ranks // 2 - 1))
-    for one in (*rounds.halving_doubling(ranks, N), *rounds.binomial_tree(ranks, N)):
-        yield one.round() if isinstance(one, Shift) else one
+    for distance in (1, 3, ranks // 2 - 1):
+        yield [(rank, (rank + distance) % ranks, N / ranks) for rank in range(ranks)]
+    yield from (*messages_of(halving.all_reduce(ranks), N), *messages_of(tree.all_reduce(ranks), N))
 
 
 CASES = [

@@ -40,7 +40,7 @@ def test_its_generators_are_their_own_negatives_and_as_many_as_they_must_be(q):
     fly = SlimFly(CABLES, q)
     for steps in fly.generators:
         assert len(set(steps)) == len(steps) == (q - fly.delta) // 2
-        assert {fly.field.negatives[step] for step in steps} == set(steps)
+        assert set(fly.field.neg[steps]) == set(steps)
     assert {*fly.generators[0], *fly.generators[1]} == set(range(1, q))
 
 
@@ -52,10 +52,10 @@ def test_its_links_are_those_of_the_definition(q):
     for one, (half, a, b) in enumerate(places):
         for other, (beyond, c, d) in enumerate(places):
             if half == beyond:
-                joined = a == c and field.difference(b, d) in fly.generators[half]
+                joined = a == c and field.sub[b, d] in fly.generators[half]
             else:
                 (x, y), (m, line) = ((a, b), (c, d)) if half == 0 else ((c, d), (a, b))
-                joined = y == field.sums[field.products[m][x]][line]
+                joined = y == field.add[field.mul[m, x], line]
             if joined:
                 found.add((one, other))
     assert found == {(one, other) for one in range(fly.routers) for other in fly.adjacent(one)}
@@ -78,7 +78,7 @@ def test_the_way_is_the_shortest_between_any_two(q):
     sources, targets = pairs[:, pairs[0] != pairs[1]]
     at, taken = sources.copy(), np.zeros(len(sources), dtype=int)
     for hop in hops(fly, MINIMAL, sources, targets):
-        inside = hop.links >= fly.first_of_fabric
+        inside = hop.links >= fly.first_router_link
         for message, link in zip(hop.messages[inside], hop.links[inside], strict=True):
             tail, head = fly.ends(int(link))
             assert tail - fly.hosts == at[message]
@@ -92,7 +92,7 @@ def test_the_way_is_the_shortest_between_any_two(q):
 @pytest.mark.parametrize(("q", "hosts"), [(3, 54), (5, 200), (7, 588), (11, 2178), (17, 7514), (32, 49152)])
 def test_half_as_many_hosts_as_links_stand_on_a_switch(q, hosts):
     fly = SlimFly(CABLES, q)
-    assert fly.concentration == ceil(fly.degree / 2)
+    assert fly.hosts_per_router == ceil(fly.degree / 2)
     assert fly.hosts == hosts
 
 

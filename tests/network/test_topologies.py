@@ -10,10 +10,9 @@ from known_networks import CABLES, NETWORKS, distances, links_of, named
 
 from samestep.errors import UsageError
 from samestep.network.links import Link
-from samestep.network.topologies.cables import Cables
 from samestep.network.topologies.dragonfly import Dragonfly
 from samestep.network.topologies.fat_tree import of_ports
-from samestep.network.topologies.switch import Switch
+from samestep.network.topologies.topology import LinkTypes, Switch
 from samestep.network.topologies.torus import Torus
 
 every_network = pytest.mark.parametrize("network", NETWORKS, ids=named)
@@ -40,29 +39,28 @@ def test_no_vertex_has_a_neighbour_twice(network):
 
 @every_network
 def test_all_is_connected_within_the_diameter(network):
-    ports = 0 if network.direct else 2
+    ports = 0 if network.hosts_are_routers else 2
     for host in range(0, network.hosts, max(1, network.hosts // 40)):
         found = distances(network, host)
         assert len(found) == network.vertices
         others = [found[other] for other in range(network.hosts) if other != host]
         assert max(others, default=0) <= network.diameter + ports
-    if network.hosts > network.concentration and not isinstance(network, Dragonfly):
+    if network.hosts > network.hosts_per_router and not isinstance(network, Dragonfly):
         assert max(others) == network.diameter + ports  # from the last host, all routers being alike
 
 
 @every_network
 def test_hosts_stand_at_the_first_routers_evenly(network):
-    standing = Counter(map(network.router, range(network.hosts)))
-    assert set(standing.values()) == {network.concentration}
+    standing = Counter(host // network.hosts_per_router for host in range(network.hosts))
+    assert set(standing.values()) == {network.hosts_per_router}
     assert sorted(standing) == list(range(len(standing)))
 
 
 @every_network
 def test_links_cost_what_their_kind_costs(network):
     assert len(network.latencies) == len(network.bandwidths) == network.links
-    assert set(network.latencies[: network.first_of_fabric]) <= {CABLES.port.latency_s}
-    assert set(network.latencies[network.first_of_fabric :]) <= {CABLES.between.latency_s, CABLES.far.latency_s}
-    assert network.kinds()[0][1].bytes_per_s == network.bandwidths[0] if network.links else True
+    assert set(network.latencies[: network.first_router_link]) <= {CABLES.port.latency_s}
+    assert set(network.latencies[network.first_router_link :]) <= {CABLES.router.latency_s, CABLES.far.latency_s}
 
 
 @pytest.mark.parametrize(
@@ -84,9 +82,9 @@ def test_a_billion_hosts_are_numbers_only(network):
 
 
 def test_a_network_holds_as_many_ranks_as_its_hosts():
-    assert Switch(Cables(Link(1, 1), local=8), 5).ranks == 40
+    assert Switch(LinkTypes(Link(1, 1), ranks_per_host=8), 5).ranks == 40
     assert (
-        str(Switch(Cables(Link(1, 1), local=8), 5))
+        str(Switch(LinkTypes(Link(1, 1), ranks_per_host=8), 5))
         == "switch of 5 ports: 5 hosts, 8 ranks on each, 1 switch, 10 directed links"
     )
 
@@ -103,22 +101,22 @@ def test_a_stated_circuit_is_one(network):
         )
 
 
-def test_cables_default_to_each_other():
-    plain = Cables(Link(1, 2))
-    assert plain.port_link == plain.far_link == plain.inside_link == Link(1, 2)
-    assert Cables(Link(1, 2), port=Link(3, 4)).inside_link == Link(3, 4)
+def test_link_types_default_to_each_other():
+    plain = LinkTypes(Link(1, 2))
+    assert plain.port == plain.far == plain.inside == Link(1, 2)
+    assert LinkTypes(Link(1, 2), host_port=Link(3, 4)).inside == Link(3, 4)
 
 
-def test_cables_that_cannot_be_are_refused():
-    with pytest.raises(UsageError, match="local is 0 ranks on each host: give 1 or more"):
-        Cables(Link(1, 1), local=0)
+def test_link_types_that_cannot_be_are_refused():
+    with pytest.raises(UsageError, match="ranks_per_host is 0: give 1 or more"):
+        LinkTypes(Link(1, 1), ranks_per_host=0)
     with pytest.raises(UsageError, match="a message takes -1.0 s beside its links: give seconds, 0 or more"):
-        Cables(Link(1, 1), overhead_s=-1.0)
-    with pytest.raises(UsageError, match="the latency of link 'far' is inf s"):
-        Cables(Link(1, 1), far=Link(math.inf, 1))
+        LinkTypes(Link(1, 1), overhead_s=-1.0)
+    with pytest.raises(UsageError, match="the latency of link 'global_link' is inf s"):
+        LinkTypes(Link(1, 1), global_link=Link(math.inf, 1))
     for latency, bandwidth in ((-1e-6, 1), (1e-6, 0), (1e-6, -5), (1e-6, math.nan)):
         with pytest.raises(UsageError, match="give a latency of 0 or more and a bandwidth above 0"):
-            Cables(Link(latency, bandwidth))
+            LinkTypes(Link(latency, bandwidth))
 
 
 def test_a_switch_without_ports_is_refused():

@@ -10,7 +10,7 @@ import pytest
 
 from samestep.launch.start.prefork_server import PreforkServer
 from samestep.planning.profile import Profile
-from samestep.planning.profiling import OBSERVER, profile_script
+from samestep.planning.profile_script import OBSERVER, profile_script
 from samestep.verification import runs
 
 Measure = Callable[..., Profile]
@@ -21,7 +21,7 @@ def nursery() -> Iterator[PreforkServer]:
     """Forks all of these runs, which then need not import torch; with the modules that they would import late."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("OMP_NUM_THREADS", "1")  # threads that wait for one another take as long as the machine is busy
-        made = PreforkServer(runs.shared_variables(1), [OBSERVER.partition(":")[0], "samestep.planning.measuring"])
+        made = PreforkServer(runs.shared_variables(1), [OBSERVER.partition(":")[0], "samestep.planning.build_profile"])
         try:
             assert made.why_unavailable() is None
             yield made

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from samestep.network.cluster import parse
-from samestep.planning.fabric import Sum
-from samestep.planning.offered import Offered
 from samestep.planning.profile import Gradient, Profile
 
 # Horovod's README: 128 servers with 4 Pascal GPUs each, 25 Gbit/s RoCE, 512 GPUs, synthetic data, weak scaling.
@@ -46,23 +43,6 @@ RESNETS = {  # parameters, how many tensors they are in (torchvision's), seconds
     "ResNeXt-50": (25_028_904, 161, 0.147),
     "ResNeXt-101": (88_791_336, 314, 0.425),
 }
-
-
-@dataclass(frozen=True)
-class Rings:
-    """A fabric with nothing but the ring, which Horovod takes."""
-
-    offered: Offered
-
-    @property
-    def ranks(self) -> int:
-        return self.offered.ranks
-
-    def sums(self, replicas: int, stages: int, nbytes: float) -> Sequence[Sum]:
-        return [one for one in self.offered.sums(replicas, stages, nbytes) if one.name == "ring"]
-
-    def hop(self, replicas: int, stages: int):  # type: ignore[no-untyped-def]
-        return self.offered.hop(replicas, stages)
 
 
 def vgg16() -> Profile:

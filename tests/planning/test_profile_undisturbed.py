@@ -11,7 +11,7 @@ import pytest
 
 from samestep.errors import UsageError
 from samestep.launch.start.prefork_server import PreforkServer
-from samestep.planning.observing import LISTENED, WARM_UP
+from samestep.planning.observer import LISTENED, WARM_UP
 from samestep.planning.profile import Profile
 from samestep.verification import runs
 

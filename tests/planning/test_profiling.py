@@ -14,10 +14,11 @@ import pytest
 from samestep.cli import main
 from samestep.errors import UsageError
 from samestep.launch.start.prefork_server import PreforkServer
-from samestep.planning import measuring, profiling
-from samestep.planning.moments import Mark, Moments
+from samestep.planning import build_profile
+from samestep.planning import profile_script as profiling
 from samestep.planning.profile import Profile, load
-from samestep.planning.profiling import profile_script
+from samestep.planning.profile_script import profile_script
+from samestep.planning.step_trace import StepTrace, Timestamp
 
 MLP = """
     import sys, torch
@@ -171,13 +172,13 @@ FUNCTIONAL = """
 Measure = Callable[..., Profile]
 
 
-def step(**milliseconds: float) -> Moments:
+def step(**milliseconds: float) -> StepTrace:
     """A step whose pieces take so long, in their order."""
     pieces, now = [], 0
     for name, length in milliseconds.items():
-        pieces.append((name.rstrip("_"), Mark(now)))
+        pieces.append((name.rstrip("_"), Timestamp(now)))
         now += round(1e6 * length)
-    return Moments(pieces, Mark(now), passes=1)
+    return StepTrace(pieces, Timestamp(now), passes=1)
 
 
 @pytest.mark.parametrize("forwards", [(1, 2, 3), (3, 1, 1), (1, 9, 9)])
@@ -186,16 +187,21 @@ def test_parts_add_up_to_the_median_step_and_keep_their_names(forwards: tuple[in
         step(train=1, data=2 + n, train_=1, forward=long, backward=6 - n, optimizer=1, evaluate=5 if n == 2 else 0)
         for n, long in enumerate(forwards)
     ]
-    parts, seconds = measuring._medians(steps)
+    parts, seconds = build_profile._medians(steps)
     assert sum(parts.values()) == pytest.approx(statistics.median(seconds), rel=1e-12)
     assert parts["backward"] <= 0.005
     assert parts["other"] > 0
 
 
 def test_a_gradient_is_ready_at_a_part_of_all_backward_passes_of_its_step() -> None:
-    pieces = [("forward", Mark(0)), ("backward", Mark(10)), ("forward", Mark(20)), ("backward", Mark(30))]
-    seen = Moments(pieces, Mark(60), 2, {1: (1, Mark(15)), 2: (2, Mark(45)), 3: (2, Mark(99))})
-    assert seen.readiness() == {1: 5 / 40, 2: 25 / 40, 3: 1.0}
+    pieces = [
+        ("forward", Timestamp(0)),
+        ("backward", Timestamp(10)),
+        ("forward", Timestamp(20)),
+        ("backward", Timestamp(30)),
+    ]
+    seen = StepTrace(pieces, Timestamp(60), 2, {1: (1, Timestamp(15)), 2: (2, Timestamp(45)), 3: (2, Timestamp(99))})
+    assert seen.ready_fractions() == {1: 5 / 40, 2: 25 / 40, 3: 1.0}
 
 
 def check_times(profile: Profile) -> None:
@@ -401,7 +407,7 @@ BARE = """
         (SPAWNS, (), r"train\.py starts its own ranks"),
         (BARE, (), r"cannot determine the batch size"),
     ],
-    ids=["fails", "exits", "stepless", "short", "spawns", "bare"],
+    ids=["fails", "exits", "stepless", "short", "spawns", "unwrap"],
 )
 def test_what_cannot_be_profiled_is_said_in_a_line(
     measure: Measure, source: str, args: tuple[str, ...], said: str

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from published import BATCH, DGX, HOROVOD, ONE_CARD, RESNETS, Rings, inception, resnet, vgg16
+from published import BATCH, DGX, HOROVOD, ONE_CARD, RESNETS, inception, resnet, vgg16
 
-from samestep.planning import replicas
-from samestep.planning.offered import Offered
-from samestep.planning.step import Way
+from samestep.planning import data_parallel
+from samestep.planning.fabric import ClusterFabric
+from samestep.planning.step import ParallelLayout
 from samestep.schedule.algorithms import make_schedule
 from samestep.schedule.simulate import Costs, simulate
 
@@ -34,13 +34,13 @@ def told(row: str) -> float:
 )
 def test_the_efficiencies_of_horovod(row, profile, ranks):
     one = profile()
-    step = replicas.step(one, Rings(Offered(HOROVOD)), Way(ranks), batch=BATCH * ranks)
+    step = data_parallel.predict(one, ClusterFabric(HOROVOD, only="ring"), ParallelLayout(ranks), batch=BATCH * ranks)
     assert told(row) == round(100 * one.step_s / step.seconds)
 
 
 @pytest.mark.parametrize("name", RESNETS)
 def test_the_steps_of_pytorchs_benchmark(name):
-    step = replicas.step(resnet(name), Rings(Offered(DGX)), Way(16), batch=32 * 16)
+    step = data_parallel.predict(resnet(name), ClusterFabric(DGX, only="ring"), ParallelLayout(16), batch=32 * 16)
     row = f"PyTorch's DDP, {name}, 16 GPUs"
     assert told(row) == round(1000 * step.seconds)
     published = float(re.search(rf"{row} \| (\d+) ms", PAGE)[1])
@@ -48,9 +48,9 @@ def test_the_steps_of_pytorchs_benchmark(name):
 
 
 def test_what_overlapping_saves():
-    one, fabric = resnet("ResNet-50"), Rings(Offered(ONE_CARD))
-    step = replicas.step(one, fabric, Way(32), batch=32 * 32)
-    (ring,) = fabric.sums(32, 1, one.parameter_bytes)
+    one, fabric = resnet("ResNet-50"), ClusterFabric(ONE_CARD, only="ring")
+    step = data_parallel.predict(one, fabric, ParallelLayout(32), batch=32 * 32)
+    (ring,) = fabric.all_reduces(32, 1, one.parameter_bytes)
     behind = one.step_s + ring.link.seconds(one.parameter_bytes)
     assert told("PyTorch's DDP, ResNet-50, 32 GPUs: overlapping saves") == round(100 * (1 - step.seconds / behind))
 

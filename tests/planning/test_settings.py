@@ -20,10 +20,10 @@ def test_settings_are_what_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("bucket = 25", "bucket is unknown: did you mean buckets?"),
-        ("batch = 25", "batch is unknown: there are processes, buckets"),
-        ("processes = 0", "processes is 0: give a whole number above 0"),
-        ("processes = 2.5", "processes is 2.5: give a whole number above 0"),
+        ("bucket = 25", "bucket in the file is unknown: did you mean buckets?"),
+        ("batch = 25", "batch in the file is unknown: there are processes, buckets"),
+        ("processes = 0", "processes is 0: give a whole number, 1 or more"),
+        ("processes = 2.5", "processes is 2.5: give a whole number, 1 or more"),
         ("buckets = true", "buckets is True: give a number above 0"),
         ("buckets = inf", "buckets is inf: give a number above 0"),
         pytest.param("buckets = 1" + 400 * "0", ": give a number above 0", id="large"),
@@ -44,5 +44,5 @@ def test_a_mistake_is_one_line_that_names_the_file(tmp_path: Path, text: str, sa
 def test_a_file_that_is_missing_says_who_makes_it(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such file: `samestep plan … --apply"):
         load(tmp_path / "none.toml")
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="is a folder"):
         load(tmp_path)

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from samestep.network.cluster import parse
+from samestep.network.links import Link
 from samestep.pipelines.layers import Layer
-from samestep.planning.profile import Gradient, Profile, Size
+from samestep.planning.fabric import ClusterFabric
+from samestep.planning.profile import BatchTime, Gradient, Profile
+
+
+def flat(link: Link, ranks: int) -> ClusterFabric:
+    """Hosts of one device at one switch."""
+    between = f"{{ latency = {link.latency_s}, bandwidth = {min(link.bytes_per_s, 1e25)} }}"
+    return ClusterFabric(parse(f"nodes.count = {ranks}\nlinks.between = {between}"))
 
 
 def training(
@@ -16,7 +25,7 @@ def training(
     data_s: float = 0.001,
 ) -> Profile:
     """A chain of equal layers: of a batch each takes start_s, and 4 ms forward and 8 ms back if it is the whole."""
-    sizes = tuple(Size(size, *_times(layers, size / batch, start_s)) for size in (batch // 4, batch // 2, batch))
+    sizes = tuple(BatchTime(size, *_times(layers, size / batch, start_s)) for size in (batch // 4, batch // 2, batch))
     forward, backward = sizes[-1].forward_s, sizes[-1].backward_s
     gradients = [Gradient(f"{n}.weight", nbytes, backward * (layers - n) / layers) for n in reversed(range(layers))]
     return Profile(

@@ -20,7 +20,7 @@ from samestep.cli.doctor import shown
 from samestep.collectives import segments
 from samestep.data.once import _beside, _is_done
 from samestep.doctor import hosts
-from samestep.doctor.line import told_by
+from samestep.doctor.finding import from_remote
 from samestep.events import KINDS
 from samestep.launch.hosts import secure_link
 from samestep.planning import profile, settings
@@ -123,9 +123,9 @@ def pictures(data):
 def doctors_of_others(data):
     line = st.fixed_dictionaries({}, optional=dict.fromkeys(("check", "text", "effect", "fix", "host"), json_values))
     lines = data.draw(st.lists(line.flatmap(lambda one: st.just({**one, "level": "error"})) | json_values, max_size=4))
-    found = hosts._told([data.draw(st.text(max_size=30)), json.dumps({"v": 1, "lines": lines})])
+    found = hosts._parsed([data.draw(st.text(max_size=30)), json.dumps({"v": 1, "lines": lines})])
     assert found is not None
-    told = shown(list(told_by("node\x1b[2J", found)), wrong=False, coloured=False)
+    told = shown(list(from_remote("node\x1b[2J", found)), wrong=False, coloured=False)
     assert obeyed("\n".join(told)) == []
 
 

@@ -47,7 +47,7 @@ BENCHMARKS = {
     "guard": Benchmark("samestep.bench.guard", "a training step with the guard of the replicas, and without", 60),
     "launch": Benchmark("samestep.bench.launch", "the time to the first all-reduce against torchrun", 10),
     "links": Benchmark(
-        "samestep.bench.links", "latency and bandwidth between the ranks, as a cluster file", 5, joins=True
+        "samestep.planning.measure_cluster", "latency and bandwidth between the ranks, as a cluster file", 5, joins=True
     ),
     "mpi": Benchmark("samestep.bench.mpi", "all-reduces and a step over MPI, beside gloo and shared memory", 20),
     "observe": Benchmark("samestep.bench.observe", "a training step under verify's recorder, and under --check", 60),

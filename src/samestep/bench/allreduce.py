@@ -19,17 +19,18 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import samestep
 from samestep.bench.harness import Comparison, Options, Report, alternate
+from samestep.collectives.shared_memory import SHARED_MEMORY, SharedMemoryAllReduce
 from samestep.errors import UsageError
 from samestep.launch.functions.spawn import spawn
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from samestep.collectives.shared_memory import SharedMemoryAllReduce
-    from samestep.runtime.world import World
+from samestep.runtime.hosts import open_counters
+from samestep.runtime.world import World
 
 __all__: list[str] = []
 
@@ -105,17 +106,11 @@ def size_text(nbytes: int) -> str:
 
 def compare(repeats: int, sizes: tuple[int, ...]) -> tuple[list[Timed], float, dict[str, object]]:
     """Runs on every rank; returns the times, the bytes a second that all ranks together copy, and the conditions."""
-    import torch
-
-    import samestep
-    from samestep.collectives.shared_memory import SharedMemoryAllReduce
-    from samestep.runtime.hosts import open_counters
-
     with samestep.world(device="cpu") as world:
-        board = open_counters(world.data)
-        if board is None:
+        counters = open_counters(world.data)
+        if counters is None:
             raise UsageError("the ranks of this machine cannot open each other's memory: there is nothing to compare")
-        memory = SharedMemoryAllReduce(board)
+        memory = SharedMemoryAllReduce(counters)
         speed = copied_per_s(memory)
         timed = [one for nbytes in sizes for one in _timed(world, memory, nbytes, repeats)]
         conditions: dict[str, object] = {
@@ -129,8 +124,6 @@ def compare(repeats: int, sizes: tuple[int, ...]) -> tuple[list[Timed], float, d
 
 def copied_per_s(memory: SharedMemoryAllReduce) -> float:
     """Returns the bytes, read and written, that all ranks together copy in a second. Collective."""
-    import torch
-
     source, target = torch.ones(COPIED // 4), torch.zeros(COPIED // 4)
     seconds, _ = alternate(lambda: target.copy_(source), lambda: None, pairs=20, align=_aligned(memory))
     at_once = min(memory.counters.size, len(os.sched_getaffinity(0)))  # more ranks than cores copy by turns
@@ -142,11 +135,6 @@ def _aligned(memory: SharedMemoryAllReduce) -> Callable[[], object]:
 
 
 def _timed(world: World, memory: SharedMemoryAllReduce, nbytes: int, repeats: int) -> list[Timed]:
-    import torch
-    import torch.distributed as dist
-
-    from samestep.collectives.shared_memory import SHARED_MEMORY
-
     count = min(MOST_TENSORS, max(1, -(-WARM // nbytes)))
     plain = [torch.ones(nbytes // 4) for _ in range(count)]
     moved = [torch.ones(nbytes // 4) for _ in range(count)]

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from samestep.bench.harness import Comparison, Options, Report, alternate
-from samestep.bench.networks import CNN, MLP, TRANSFORMER, Task
-from samestep.bench.step import STEPS, advance, align, setting, steps_of
+import samestep
+from samestep.bench.harness import Comparison, Options, Report, in_sets, training_device
+from samestep.bench.step import setting, steps_of, time_loops
+from samestep.bench.workloads import CNN, MLP, TRANSFORMER, Workload
 from samestep.errors import UsageError
 from samestep.launch.functions.spawn import spawn
-from samestep.launch.resources import visible_gpus
-
-if TYPE_CHECKING:
-    from samestep.replicas.reduction import Reduce
+from samestep.replicas.reduction import Reduce
 
 __all__: list[str] = []
 
@@ -42,7 +40,7 @@ class Case:
         auto_first: whose memory is taken first.
     """
 
-    task: Task
+    task: Workload
     reduce: Reduce | None
     device: str | None
     repeats: int
@@ -53,7 +51,7 @@ def run(options: Options) -> Report:
     """Starts the ranks, times both and returns the report."""
     if options.ranks < 2:
         raise UsageError("buckets need 2 ranks or more: samestep bench buckets -n 2")
-    device = None if visible_gpus() >= options.ranks else "cpu"
+    device = training_device(options.ranks)
     comparisons: list[Comparison] = []
     conditions: dict[str, Any] = {}
     for reduce in WAYS:
@@ -64,28 +62,25 @@ def run(options: Options) -> Report:
 
 
 def _timed(
-    task: Task, reduce: Reduce | None, device: str | None, options: Options
+    task: Workload, reduce: Reduce | None, device: str | None, options: Options
 ) -> tuple[Comparison, dict[str, Any]]:
     """Times one network in several sets of processes, each of which decides for itself."""
-    sets = min(SETS, options.repeats)
     ours: list[float] = []
     theirs: list[float] = []
     plans: list[tuple[bool, int, float]] = []
     conditions: dict[str, Any] = {}
-    for number in range(sets):
-        case = Case(task, reduce, device, (options.repeats + number) // sets, number % 2 == 0)
+    for number, pairs in enumerate(in_sets(options.repeats, SETS)):
+        case = Case(task, reduce, device, pairs, number % 2 == 0)
         (auto, default), plan, conditions = spawn(compare, options.ranks, case, progress=False)[0]
         ours, theirs, plans = [*ours, *auto], [*theirs, *default], [*plans, plan]
     taken, buckets, hidden = zip(*plans, strict=True)
-    figures = {"taken": sum(taken) / sets, "buckets": median(buckets), "hidden_percent": 100 * median(hidden)}
+    figures = {"taken": sum(taken) / len(plans), "buckets": median(buckets), "hidden_percent": 100 * median(hidden)}
     name = f"{task.name}, {'as it comes' if reduce is None else 'over the backend'}"
     return Comparison(name, "step", tuple(ours), tuple(theirs), PROMISE, figures), conditions
 
 
-def compare(case: Case) -> tuple[list[list[float]], tuple[bool, int, float], dict[str, Any]]:
+def compare(case: Case) -> tuple[list[tuple[float, ...]], tuple[bool, int, float], dict[str, Any]]:
     """Runs on every rank; returns seconds per step of both, what was chosen, and the conditions. Collective."""
-    import samestep
-
     with samestep.world(device=case.device) as world:
         models = {}
         for buckets in ("auto", None) if case.auto_first else (None, "auto"):
@@ -98,7 +93,6 @@ def compare(case: Case) -> tuple[list[list[float]], tuple[bool, int, float], dic
             steps += 1
             if steps == UNDECIDED:
                 raise RuntimeError(f"no buckets were chosen in {UNDECIDED} steps")
-        blocks = [lambda steps=steps: advance(steps) for steps in (auto, default)]
-        times = alternate(*blocks, pairs=case.repeats, align=lambda: align(world))
+        times = time_loops((auto, default), world, case.repeats)
         chosen = (plan.takes_proposed, len(plan.chosen.buckets), plan.chosen.achieved_hidden or 0.0)
-        return [[seconds / STEPS for seconds in side] for side in times], chosen, setting(world, case.task)
+        return times, chosen, setting(world, case.task)

@@ -16,14 +16,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch.nn import functional as F
+
+import samestep
 from samestep.bench.harness import Comparison, Options, Report
-from samestep.bench.networks import MLP
+from samestep.bench.workloads import MLP
 from samestep.launch.functions.spawn import spawn
-
-if TYPE_CHECKING:
-    from samestep.runtime.world import World
+from samestep.runtime.world import World
 
 __all__: list[str] = []
 
@@ -35,27 +37,23 @@ STEPS = 60  # in a window: longer than a write takes
 def run(options: Options) -> Report:
     """Starts the ranks, times windows on them and returns the report."""
     with TemporaryDirectory(dir=".", prefix=".bench-") as folder:  # where checkpoints would go, not in memory
-        told = spawn(compare, options.ranks, options.repeats, str(Path(folder).resolve()), progress=False)[0]
+        found = spawn(compare, options.ranks, options.repeats, str(Path(folder).resolve()), progress=False)[0]
     minutes = tuple(
-        MINUTE + with_save - without for with_save, without in zip(told["with"], told["without"], strict=True)
+        MINUTE + with_save - without for with_save, without in zip(found["with"], found["without"], strict=True)
     )
     plain = (MINUTE,) * len(minutes)
     return Report(
         "checkpoint",
         [
             Comparison("a minute with one save / without", "minute", minutes, plain, PROMISE),
-            Comparison("standing still for a save / torch.save, synced", "save", told["still"], told["by_hand"]),
+            Comparison("standing still for a save / torch.save, synced", "save", found["still"], found["by_hand"]),
         ],
-        told["setting"],
+        found["setting"],
     )
 
 
 def compare(pairs: int, folder: str, steps: int = STEPS) -> dict[str, Any]:
     """Runs on every rank; returns seconds of windows with and without a save, and of the stops. Collective."""
-    import torch
-
-    import samestep
-
     with samestep.world(device="cpu") as world:
         training = Training(world, folder, steps)
         training.window(save=True)
@@ -80,10 +78,6 @@ class Training:
     """A training whose steps are windows apart."""
 
     def __init__(self, world: World, folder: str, steps: int) -> None:
-        import torch
-
-        import samestep
-
         self.world = world
         self.steps = steps
         self.model = samestep.replicate(MLP.network(), world)
@@ -99,8 +93,6 @@ class Training:
         return 3 * sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
 
     def _train(self) -> Iterator[None]:
-        from torch.nn import functional as F
-
         while True:
             for x, y in self.batches:
                 self.batches.mean(F.cross_entropy(self.model(x), y, reduction="none")).backward()  # type: ignore[no-untyped-call]
@@ -131,8 +123,6 @@ class Training:
 
     def save_by_hand(self, path: Path) -> float:
         """Returns the seconds that rank 0 takes to save by itself while the others wait."""
-        import torch
-
         self.world.barrier()
         began = time.perf_counter()
         if self.world.is_first:

@@ -15,37 +15,41 @@ measure a network, start it on its hosts:
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from samestep.bench.harness import FEWEST, Comparison, Options, Report, alternate
-from samestep.bench.networks import WIDE
-from samestep.bench.step import align, setting, steps_of
+import torch
+
+import samestep
+from samestep.bench.harness import FEWEST, Comparison, Options, Report, training_device
+from samestep.bench.step import setting, steps_of, time_loops
+from samestep.bench.workloads import WIDE
+from samestep.compress.chunks import MAX_CHUNK, chunks_of, pieces_of
+from samestep.compress.codecs import Codec, RowCodec
+from samestep.compress.compressed_mean import AllToAll, ReductionContext, mean
+from samestep.compress.error_feedback import ErrorFeedback
 from samestep.errors import UsageError
 from samestep.launch.functions.spawn import spawn
-from samestep.launch.resources import visible_gpus
 from samestep.rankenv import read_rank_variables
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from samestep.compress.codecs import Codec
-    from samestep.replicas.replicate import Replica
-    from samestep.runtime.world import World
+from samestep.replicas.replicate import Replica
+from samestep.runtime.exchange import all_gather_json
+from samestep.runtime.world import World
 
 __all__: list[str] = []
 
 CODECS = ("fp16", "bf16", "int8", "sign", "topk", "powersgd")
 AS_IT_COMES = "as it comes"
 LEGEND = (
-    "ours: with this codec, or as samestep reduces without one; theirs: without, over the backend; sooner: theirs over "
-    "ours; coding: to encode and decode, by itself; pays below: on links of fewer Mbit/s, by bytes and coding alone."
+    "ours: with this codec, or as samestep reduces without one; theirs: without, over the backend; speedup: theirs "
+    "over ours; coding: to encode and decode, by itself; pays below: on links of fewer Mbit/s, by bytes and coding "
+    "alone."
 )
 
 
 @dataclass(frozen=True)
-class Found:
+class Measured:
     """What one rank found out.
 
     Attributes:
@@ -71,20 +75,20 @@ def run(options: Options) -> Report:
     if started is not None and started.size > 1:
         found = measure(None, options.repeats)
     else:
-        device = None if visible_gpus() >= options.ranks else "cpu"
+        device = training_device(options.ranks)
         found = spawn(measure, options.ranks, device, options.repeats, progress=False)[0]
     comparisons = [_compared(codec, found) for codec in CODECS]
     comparisons.append(Comparison(AS_IT_COMES, "step", *_pair(found, AS_IT_COMES), figures=_figures(0.0, 0.0, 0.0)))
     rows = ("sent_mb", "coding_ms", "pays_below_mbit")
-    told = conclusion(comparisons, hosts=found.conditions["hosts"])
-    return Report("compress", comparisons, found.conditions, rows, conclusion=told, legend=LEGEND)
+    text = conclusion(comparisons, hosts=found.conditions["hosts"])
+    return Report("compress", comparisons, found.conditions, rows, conclusion=text, legend=LEGEND)
 
 
-def _pair(found: Found, way: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _pair(found: Measured, way: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(found.times[way]), tuple(found.times["backend"])
 
 
-def _compared(codec: str, found: Found) -> Comparison:
+def _compared(codec: str, found: Measured) -> Comparison:
     sent, coding = found.sent[codec], found.coding[codec]
     figures = _figures(sent, coding, 8 * (found.plain - sent) / coding)
     return Comparison(codec, "step", *_pair(found, codec), figures=figures)
@@ -110,24 +114,20 @@ def conclusion(comparisons: list[Comparison], hosts: int) -> str:
     if not paying:
         other = "" if hosts > 1 else " Between hosts it may: samestep run --hosts A,B -n 1 -m samestep bench compress"
         return f"Nothing is gained by compression {where}: leave compress out.{other}"
-    told = ", ".join(f"{one.name} {without / one.ratio:.1f} times" for one in paying)
-    return f"Compression pays {where}: a step is {told} as quick as without. Whether it trains as well, try."
+    text = ", ".join(f"{one.name} {without / one.ratio:.1f} times" for one in paying)
+    return f"Compression pays {where}: a step is {text} as quick as without. Whether it trains as well, try."
 
 
-def measure(device: str | None, repeats: int) -> Found:
+def measure(device: str | None, repeats: int) -> Measured:
     """Runs on every rank; returns what it found. Collective."""
-    import samestep
-
     with samestep.world(device=device) as world:
         ways = {codec: _replica(world, codec) for codec in CODECS}
         ways |= {"backend": _replica(world, None, "gloo"), AS_IT_COMES: _replica(world, None)}
         loops = {name: steps_of(WIDE, model, world) for name, model in ways.items()}
-        times = alternate(
-            *(lambda steps=steps: next(steps) for steps in loops.values()), pairs=repeats, align=lambda: align(world)
-        )
+        times = time_loops(list(loops.values()), world, repeats, steps=1)
         compressions = {name: ways[name].compression for name in CODECS}
-        return Found(
-            times=dict(zip(loops, times, strict=True)),
+        return Measured(
+            times=dict(zip(loops, map(list, times), strict=True)),
             sent={name: one.sent / one.steps for name, one in compressions.items() if one is not None},
             coding={name: coding_time(one.codec, world) for name, one in compressions.items() if one is not None},
             plain=2 * (world.size - 1) / world.size * sum(p.nbytes for p in ways["backend"].module.parameters()),
@@ -137,14 +137,10 @@ def measure(device: str | None, repeats: int) -> Found:
 
 def _hosts(world: World) -> int:
     """Returns how many hosts there are. Collective."""
-    from samestep.runtime.exchange import all_gather_json
-
     return len(set(all_gather_json(world.data, world.host_index)))
 
 
 def _replica(world: World, codec: str | None, reduce: Any = None) -> Replica:
-    import samestep
-
     return samestep.replicate(WIDE.network().to(world.device), world, compress=codec, reduce=reduce)
 
 
@@ -153,13 +149,6 @@ def coding_time(codec: Codec, world: World) -> float:
 
     Every message is answered by itself, as if all ranks had said the same.
     """
-    import torch
-
-    from samestep.compress.chunks import MAX_CHUNK, chunks_of, pieces_of
-    from samestep.compress.codecs import RowCodec
-    from samestep.compress.compressed_mean import ReductionContext, mean
-    from samestep.compress.error_feedback import ErrorFeedback
-
     memory, seconds = ErrorFeedback(world.device), []
     named = [(name, each.shape) for name, each in WIDE.network().named_parameters() if codec.takes(each.shape)]
     pieces = [
@@ -179,10 +168,6 @@ def coding_time(codec: Codec, world: World) -> float:
 
 
 def _answered(scheme: Iterator[Any], world: World) -> None:
-    import torch
-
-    from samestep.compress.compressed_mean import AllToAll
-
     message = next(scheme)
     while True:
         packets = message.packets
@@ -195,7 +180,5 @@ def _answered(scheme: Iterator[Any], world: World) -> None:
 
 
 def _synchronise(world: World) -> None:
-    import torch
-
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)

@@ -15,18 +15,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from samestep.bench.harness import Comparison, Options, Report, alternate
-from samestep.bench.networks import MLP
+import samestep
+from samestep.bench.harness import Comparison, Options, Report, alternate, training_device
 from samestep.bench.step import align, setting, steps_of
+from samestep.bench.workloads import MLP
 from samestep.errors import UsageError
 from samestep.launch.functions.spawn import spawn
-from samestep.launch.resources import visible_gpus
-
-if TYPE_CHECKING:
-    from samestep.replicas.drift import DriftMonitor
-    from samestep.runtime.world import World
+from samestep.replicas.drift import DriftGuard, DriftMonitor
+from samestep.runtime.world import World
 
 __all__: list[str] = []
 
@@ -44,7 +42,7 @@ def run(options: Options) -> Report:
     """
     if options.ranks < 2:
         raise UsageError("the guard compares replicas, of which one rank has one: samestep bench guard -n 2")
-    device = None if visible_gpus() >= options.ranks else "cpu"
+    device = training_device(options.ranks)
     ours, theirs, check_s, conditions = spawn(compare, options.ranks, options.repeats, device, progress=False)[0]
     return Report("guard", [Comparison(NAME, "step", ours, theirs, PROMISE, figures(check_s, theirs))], conditions)
 
@@ -59,9 +57,6 @@ def compare(
     repeats: int, device: str | None
 ) -> tuple[tuple[float, ...], tuple[float, ...], list[float], dict[str, Any]]:
     """Runs on every rank; returns seconds per step of both, seconds per check, and the conditions. Collective."""
-    import samestep
-    from samestep.replicas.drift import DriftGuard, DriftMonitor
-
     with samestep.world(device=device) as world:
         model = samestep.replicate(MLP.network().to(world.device), world)
         guard = DriftMonitor(model.module, world, DriftGuard(every=EVERY))

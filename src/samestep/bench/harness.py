@@ -9,8 +9,8 @@ is timed side by side, again and again, with the first place changing hands:
 
 The median of the ratios is the answer: a stolen time slice spoils one pair and hardly moves it. How far it may be off
 is read from the ratios themselves, in order: each lies below the true median as a coin shows heads, whatever the
-distribution, so as many may be left out at both ends as keep it between the rest 19 times in 20. Source: T. Kalibera
-and R. Jones, "Rigorous Benchmarking in Reasonable Time", ISMM 2013.
+distribution, so as many may be left out at both ends as keep it between the rest with 95 % confidence. Source: T.
+Kalibera and R. Jones, "Rigorous Benchmarking in Reasonable Time", ISMM 2013.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from samestep.errors import UsageError
+from samestep.launch.resources import visible_gpus
 
 __all__: list[str] = []
 
@@ -93,9 +94,9 @@ class Comparison:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Between these two lies the true median ratio, 19 times in 20; of fewer than 6 pairs seldom enough."""
+        """The 95 % interval of the median ratio; of fewer than 6 pairs it holds less often."""
         ordered = sorted(self.ratios)
-        lower = left_out(len(ordered))
+        lower = interval_rank(len(ordered))
         return ordered[lower], ordered[len(ordered) - 1 - lower]
 
     @property
@@ -121,12 +122,12 @@ class Comparison:
         }
 
 
-def left_out(count: int) -> int:
+def interval_rank(count: int) -> int:
     """Returns how many of so many values may be left out at either end, with the median between the rest all the same.
 
     It is not in 1 of 20 cases, where no more values than that lie on one side of it.
 
-    >>> [left_out(count) for count in (6, 8, 9, 100)]
+    >>> [interval_rank(count) for count in (6, 8, 9, 100)]
     [0, 0, 1, 39]
     """
     below, number = 1, 0  # of 2 ** count outcomes, those in which at most `number` values lie below the median
@@ -165,6 +166,21 @@ class Report:
         )
 
 
+def training_device(ranks: int) -> str | None:
+    """Returns where so many ranks train: None for a GPU each, if there are enough, else "cpu"."""
+    return None if visible_gpus() >= ranks else "cpu"
+
+
+def in_sets(repeats: int, most: int) -> list[int]:
+    """Returns how many pairs each of several sets of processes takes, at most so many sets.
+
+    >>> in_sets(10, most=4), in_sets(2, most=4)
+    ([2, 2, 3, 3], [1, 1])
+    """
+    sets = min(most, repeats)
+    return [(repeats + number) // sets for number in range(sets)]
+
+
 def alternate(
     *blocks: Block,
     pairs: int,
@@ -194,10 +210,10 @@ def alternate(
         align()
         return clock() - start
 
-    return in_turn(*(functools.partial(timed, block) for block in blocks), pairs=pairs)
+    return interleave(*(functools.partial(timed, block) for block in blocks), pairs=pairs)
 
 
-def in_turn(*measures: Measure, pairs: int, warmup: int = 0) -> tuple[list[float], ...]:
+def interleave(*measures: Measure, pairs: int, warmup: int = 0) -> tuple[list[float], ...]:
     """Calls functions that time themselves in turn, another one first each time; returns the seconds of each."""
     for _ in range(warmup):
         for measure in measures:

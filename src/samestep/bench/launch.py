@@ -1,4 +1,4 @@
-"""How soon N ranks are at work, beside torchrun, and beside one plain process.
+"""The time until N ranks are at work, beside torchrun, and beside one plain process.
 
 Both launchers run the same script, unchanged: it imports torch, joins a gloo group, sums one number over the ranks
 and notes the clock, which all processes of a machine share. What is timed is from the command's start to the slowest
@@ -6,7 +6,7 @@ rank's first sum (the command's own end would count torchrun's slower way out as
 
     torchrun          python + torch  ->  N x (python + torch), at once, on as many cores as there are
     samestep run      python ->  torch once  ->  N forks
-    the limit         python + torch, once: nobody who uses torch is sooner
+    the limit         python + torch, once: nothing that uses torch is faster
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from samestep.bench.harness import Comparison, Options, Report, in_turn
+from samestep.bench.harness import Comparison, Options, Report, interleave
 from samestep.errors import SamestepError
 from samestep.rankenv import child_environment
 
 __all__: list[str] = []
 
-SOONER_THAN_TORCHRUN = {4: 2.8}  # promised for so many ranks on 2 cores
+FASTER_THAN_TORCHRUN = {4: 2.8}  # promised for so many ranks on 2 cores
 MOST_OF_ONE_PROCESS = {2: 1.3}
 
 SCRIPT = """\
@@ -46,9 +46,9 @@ def run(options: Options) -> Report:
     """Times the launchers in alternating pairs and returns the report."""
     with tempfile.TemporaryDirectory(prefix="samestep-bench-") as folder:
         sides = _Sides(Path(folder), options.ranks)
-        with_torchrun = in_turn(sides.samestep, sides.torchrun, pairs=options.repeats, warmup=1)
-        with_one = in_turn(sides.samestep, sides.one_process, pairs=options.repeats, warmup=1)
-    promised = SOONER_THAN_TORCHRUN.get(options.ranks)
+        with_torchrun = interleave(sides.samestep, sides.torchrun, pairs=options.repeats, warmup=1)
+        with_one = interleave(sides.samestep, sides.one_process, pairs=options.repeats, warmup=1)
+    promised = FASTER_THAN_TORCHRUN.get(options.ranks)
     most = None if promised is None else 1 / promised
     setting = {"ranks": options.ranks, "cores": len(os.sched_getaffinity(0)), "work": "import torch, join, one sum"}
     return Report(

@@ -17,16 +17,21 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import samestep  # noqa: F401  (registers the backends)
 from samestep.bench.allreduce import BLOCK_BYTES, KIB, MIB, MOST_CALLS, size_text
 from samestep.bench.harness import Comparison, Options, Report, alternate
+from samestep.bench.workloads import MLP
 from samestep.errors import UsageError
 from samestep.launch.hosts import mpiexec
 from samestep.rankenv import child_environment
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
+from samestep.runtime.mpi.library import load
 
 __all__: list[str] = []
 
@@ -39,7 +44,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 }
 PROMISED = 1.2  # of gloo's time at most, by the way of waiting that ranks without cores of their own get
 STEPS = 2  # in a block
-ROWS = ("sooner_from", "to")
+ROWS = ("faster_from", "to")
 SPIN = "while True: pass"
 
 Rows = list[tuple[str, str, dict[str, list[float]]]]
@@ -61,7 +66,7 @@ def run(options: Options) -> Report:
 
 
 def _with_interval(one: Comparison) -> Comparison:
-    """Says between which two the true median ratio lies, 19 times in 20, as times sooner."""
+    """Adds the 95 % interval of the median ratio, as times faster."""
     lower, upper = one.interval
     return replace(one, figures=dict(zip(ROWS, (1 / upper, 1 / lower), strict=True)))
 
@@ -107,18 +112,12 @@ def _job(options: Options) -> tuple[Rows, dict[str, Any]]:
         )
         if done.returncode:
             raise UsageError(f"the job of {program} failed:\n{done.stdout.strip()}")
-        told = json.loads(out.read_text(encoding="utf-8"))
-    return told["rows"], told["conditions"]
+        found = json.loads(out.read_text(encoding="utf-8"))
+    return found["rows"], found["conditions"]
 
 
 def main() -> None:
     """Runs in every rank; rank 0 writes the times."""
-    import torch
-    import torch.distributed as dist
-
-    import samestep  # noqa: F401  (registers the backends)
-    from samestep.runtime.mpi.library import load
-
     repeats, out = int(sys.argv[1]), Path(sys.argv[2])
     dist.init_process_group("mpi")
     groups = {name: dist.new_group(**how) for name, how in GROUPS.items()}
@@ -134,9 +133,6 @@ def main() -> None:
 
 
 def _all_reduces(groups: dict[str, dist.ProcessGroup], nbytes: int, repeats: int) -> dict[str, list[float]]:
-    import torch
-    import torch.distributed as dist
-
     tensor = torch.zeros(nbytes // 4)
     calls = min(MOST_CALLS, max(1, BLOCK_BYTES // nbytes))
 
@@ -153,12 +149,6 @@ def _steps(groups: dict[str, dist.ProcessGroup], repeats: int) -> dict[str, list
 
 
 def _stepping(group: dist.ProcessGroup) -> Callable[[], None]:
-    import torch
-    import torch.nn.functional as F
-    from torch.nn.parallel import DistributedDataParallel
-
-    from samestep.bench.networks import MLP
-
     network = MLP.network()
     model = DistributedDataParallel(network, process_group=group, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(network.parameters(), 0.01)
@@ -176,8 +166,6 @@ def _stepping(group: dist.ProcessGroup) -> Callable[[], None]:
 def _in_turn(
     blocks: dict[str, Callable[[], None]], groups: dict[str, dist.ProcessGroup], repeats: int, units: int
 ) -> dict[str, list[float]]:
-    import torch.distributed as dist
-
     times = alternate(*blocks.values(), pairs=repeats, align=lambda: dist.barrier(group=groups["gloo"]))
     return {name: [each / units for each in seconds] for name, seconds in zip(blocks, times, strict=True)}
 

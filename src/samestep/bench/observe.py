@@ -15,24 +15,28 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from samestep.bench.harness import Comparison, Options, Report, in_turn
-from samestep.bench.networks import MLP
+import torch
+import torch.distributed as dist
+
+import samestep
+from samestep import events, progress
+from samestep.bench.harness import Comparison, Options, Report, in_sets, interleave, training_device
 from samestep.bench.step import align, setting, their_steps
+from samestep.bench.workloads import MLP
 from samestep.launch.functions.pool import RankPool
-from samestep.launch.resources import visible_gpus
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from samestep.runtime.world import World
+from samestep.launch.rank.observers import RankContext
+from samestep.launch.rank.timeline import Timeline
+from samestep.runtime.digest import digest
+from samestep.runtime.world import World
 
 __all__: list[str] = []
 
@@ -55,7 +59,7 @@ _ACCEPT_S = 0.2
 
 def run(options: Options) -> Report:
     """Starts the ranks, times both observers on them and returns the report."""
-    device = None if visible_gpus() >= options.ranks else "cpu"
+    device = training_device(options.ranks)
     recorded, facts = _compared(
         "verify's recorder / nobody, a step without kept values", RECORDER, RECORDED, options, device
     )
@@ -70,9 +74,7 @@ def _compared(
     ours: list[float] = []
     theirs: list[float] = []
     facts: dict[str, Any] = {}
-    sets = min(SETS, options.repeats)
-    for number in range(sets):
-        pairs = (options.repeats + number) // sets  # together as many as asked for
+    for pairs in in_sets(options.repeats, SETS):
         with TemporaryDirectory(prefix="samestep-bench-") as folder:
             mine, other, facts = compare(observer, Path(folder), options.ranks, pairs, device)
         ours += mine
@@ -85,11 +87,11 @@ def compare(
 ) -> tuple[list[float], list[float], dict[str, Any]]:
     """Times one pair of sets; returns seconds per step with and without the observer, and what else was seen."""
     with (
-        Side(folder / "plain.socket", ranks, device) as plain,
-        Side(folder / "seen.socket", ranks, device, observer) as seen,
+        RankSet(folder / "plain.socket", ranks, device) as plain,
+        RankSet(folder / "seen.socket", ranks, device, observer) as seen,
     ):
         first = [side.ask(f"warm {warmup}") for side in (seen, plain)]
-        times = in_turn(lambda: float(seen.ask("block")), lambda: float(plain.ask("block")), pairs=pairs)
+        times = interleave(lambda: float(seen.ask("block")), lambda: float(plain.ask("block")), pairs=pairs)
         ends = [side.ask("stop") for side in (seen, plain)]
     each = [[seconds / STEPS for seconds in side] for side in times]
     facts: dict[str, Any] = ends[0]["setting"] | {
@@ -112,7 +114,7 @@ def _size(folder: Path, pattern: str) -> int:
     return sum(path.stat().st_size for path in folder.rglob(pattern))
 
 
-class Side:
+class RankSet:
     """A set of ranks that takes its steps when it is asked to.
 
     Args:
@@ -174,8 +176,6 @@ class Side:
 
 def train(path: str, device: str | None) -> None:
     """Runs on every rank: does as it is asked until it is asked to stop. Collective."""
-    import samestep
-
     with samestep.world(device=device) as world, socket.socket(socket.AF_UNIX) as connection:
         steps = their_steps(MLP, MLP.network(), world)
         if world.rank == 0:
@@ -193,9 +193,6 @@ def train(path: str, device: str | None) -> None:
 
 def _ordered(file: Any, world: World) -> int:
     """How many steps are to be taken, on all ranks the same; 0 for none any more."""
-    import torch
-    import torch.distributed as dist
-
     count = torch.zeros(1, dtype=torch.int64)
     if world.rank == 0:
         order, _, number = file.readline().strip().partition(" ")
@@ -232,10 +229,6 @@ def _peak() -> int:
 
 def _notes(repeats: int = 30) -> Comparison:
     """What a script's usual calls of :mod:`samestep.progress` cost with events, held against what is promised."""
-    from samestep import events, progress
-    from samestep.launch.rank.observers import RankContext
-    from samestep.launch.rank.timeline import Timeline
-
     times = []
     for _ in range(repeats):
         with TemporaryDirectory(prefix="samestep-bench-") as folder:
@@ -254,8 +247,6 @@ def _notes(repeats: int = 30) -> Comparison:
 
 def _note_step() -> None:
     """All that a step of four buckets, with a collective of its own and a logged loss, gives rise to."""
-    from samestep import progress
-
     for phase in ("data", "train", "backward"):
         progress.set_phase(phase)
     for bucket in range(4):
@@ -274,10 +265,6 @@ def _note_step() -> None:
 
 def _digests(repeats: int = 30) -> Comparison:
     """The digest of 100 MB on one core, held against what is promised for it."""
-    import torch
-
-    from samestep.runtime.digest import digest
-
     tensor = torch.arange(DIGESTED // 4, dtype=torch.int32)
     digest(tensor)
     times = []

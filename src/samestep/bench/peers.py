@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from samestep.bench.networks import Task
-    from samestep.runtime.world import World
+import torch
+from torch.nn import functional as F
+
+from samestep.bench.workloads import Workload
+from samestep.runtime.world import World
 
 __all__: list[str] = []
 
@@ -18,11 +20,8 @@ def installed() -> list[str]:
     return [name for name, (module, _) in PEERS.items() if find_spec(module) is not None]
 
 
-def steps_of_peer(name: str, task: Task, world: World) -> Iterator[None]:
+def steps_of_peer(name: str, task: Workload, world: World) -> Iterator[None]:
     """Trains on this rank's first batch as `bench.step.steps_of` does, one step for each item."""
-    import torch
-    from torch.nn import functional as F
-
     x, y = task.batch_of(world)
     network = task.network().to(world.device)
     prepare = PEERS[name][1]

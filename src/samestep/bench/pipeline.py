@@ -13,22 +13,31 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from samestep.bench.harness import Comparison, Options, Report, alternate, in_turn
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn import functional
+
+import samestep
+from samestep.bench.harness import Comparison, Options, Report, alternate, interleave, training_device
 from samestep.bench.step import align
 from samestep.errors import UsageError
 from samestep.launch.functions.spawn import spawn
-from samestep.launch.resources import visible_gpus
+from samestep.pipelines.layers import Device, Link, with_split_backwards
+from samestep.pipelines.links import measure_link
+from samestep.pipelines.model_chain import build_chain
+from samestep.pipelines.partition import PartitionProblem
+from samestep.pipelines.pipeline import Pipeline
+from samestep.pipelines.plan import PipelinePlan
+from samestep.pipelines.profiler import REPEATS, profile_layers
 from samestep.rankenv import variable
+from samestep.runtime.exchange import broadcast_json
+from samestep.runtime.world import World
+from samestep.schedule.algorithms import make_schedule
+from samestep.schedule.simulate import Costs, simulate
 from samestep.topology import cut_evenly
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from samestep.pipelines.layers import Link
-    from samestep.pipelines.plan import PipelinePlan
-    from samestep.runtime.world import World
 
 __all__: list[str] = []
 
@@ -43,7 +52,7 @@ Times = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 @dataclass(frozen=True)
-class Found:
+class Measured:
     """What the ranks bring home: by name, times of both sides, and figures beside them."""
 
     times: dict[str, Times]
@@ -61,8 +70,8 @@ def run(options: Options) -> Report:
         raise UsageError("a pipeline has two stages at least: samestep bench pipeline -n 2")
     if options.ranks > BLOCKS:
         raise UsageError(f"{BLOCKS} blocks make no {options.ranks} stages: samestep bench pipeline -n {BLOCKS} at most")
-    device = None if visible_gpus() >= options.ranks else "cpu"
-    found: Found = spawn(compare, options.ranks, options.repeats, device, progress=False)[0]
+    device = training_device(options.ranks)
+    found: Measured = spawn(compare, options.ranks, options.repeats, device, progress=False)[0]
     comparisons = [
         Comparison(name, "step", *times, promised(name), found.figures.get(name, {}))
         for name, times in found.times.items()
@@ -79,14 +88,8 @@ def promised(name: str) -> float | None:
     return MOST.get(name.partition(",")[0]) if name.endswith("predicted") else None
 
 
-def compare(repeats: int, device: str | None) -> Found:
+def compare(repeats: int, device: str | None) -> Measured:
     """Runs on every rank. Collective."""
-    import torch
-    from torch.nn import functional
-
-    import samestep
-    from samestep.pipelines.links import measure_link
-
     with samestep.world(device=device, pipeline=int(variable("WORLD_SIZE") or 1)) as world:
         link = measure_link(world)
         times: dict[str, Times] = {}
@@ -106,7 +109,7 @@ def compare(repeats: int, device: str | None) -> Found:
         figures[name] = {"stages": float(len(plan.ends)), "micro_batches": float(plan.micro_batches)}
         times["1f1b / torch's 1F1B"] = beside_torch(world, (x, y), repeats)
         message = link.latency + 2 * link.overhead
-        return Found(times, figures, setting(world) | {"message_ms": f"{1e3 * message:.2f}"})
+        return Measured(times, figures, setting(world) | {"message_ms": f"{1e3 * message:.2f}"})
 
 
 def waiting(world: World, schedule: str, link: Link, repeats: int) -> tuple[Times, dict[str, float]]:
@@ -114,18 +117,6 @@ def waiting(world: World, schedule: str, link: Link, repeats: int) -> tuple[Time
 
     The ideal is the schedule of the stages as measured, with messages that take no time. Collective.
     """
-    import torch
-    from torch.nn import functional
-
-    from samestep.pipelines.layers import Device, with_split_backwards
-    from samestep.pipelines.model_chain import build_chain
-    from samestep.pipelines.partition import PartitionProblem
-    from samestep.pipelines.pipeline import Pipeline
-    from samestep.pipelines.profiler import REPEATS, profile_layers
-    from samestep.runtime.exchange import broadcast_json
-    from samestep.schedule.algorithms import make_schedule
-    from samestep.schedule.simulate import Costs, simulate
-
     stages = world.pipeline.size
     stage = Pipeline(
         waits(stages),
@@ -154,12 +145,6 @@ def rebalanced(world: World, repeats: int) -> tuple[Times, dict[str, float]]:
     Six micro-batches keep the ranks busy for 92 and 69 % of the step then, and for 86 % both when they share evenly: it
     is predicted to be 6 % shorter. Collective.
     """
-    import torch
-    from torch.nn import functional
-
-    from samestep.pipelines.pipeline import Pipeline
-    from samestep.schedule.algorithms import make_schedule
-    from samestep.schedule.simulate import Costs, simulate
 
     def step_of(factors: tuple[float, float]) -> Callable[[], None]:
         stage = Pipeline(waits(2, factors), world, functional.mse_loss, ends=(1, 2), schedule="1f1b", micro_batches=6)
@@ -186,13 +171,6 @@ def in_pairs(world: World, model: nn.Module, plan: PipelinePlan, batch: tuple[Te
     A machine that computes half as quick for a second moves both; beside a prediction of a minute ago it would be an
     error of the model.
     """
-    from torch.nn import functional
-
-    import samestep
-    from samestep.pipelines.model_chain import build_chain
-    from samestep.pipelines.profiler import profile_layers
-    from samestep.runtime.exchange import broadcast_json
-
     step = stepper(samestep.pipeline(model, world, plan), batch)
     size = SAMPLES // plan.micro_batches
     x, y = (each[:size] for each in batch)
@@ -207,17 +185,12 @@ def in_pairs(world: World, model: nn.Module, plan: PipelinePlan, batch: tuple[Te
     def taken() -> float:
         return median(alternate(step, pairs=PASSES, warmup=1, align=lambda: align(world))[0])
 
-    ours, theirs = in_turn(taken, predicted, pairs=pairs, warmup=1)
+    ours, theirs = interleave(taken, predicted, pairs=pairs, warmup=1)
     return tuple(ours), tuple(theirs)
 
 
 def beside_torch(world: World, batch: tuple[Tensor, Tensor], repeats: int) -> Times:
     """Returns times of our 1F1B and of torch's, of the same stages and micro-batches. Collective."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-    from torch.nn import functional
-
-    from samestep.pipelines.pipeline import Pipeline
-
     axis = world.pipeline
     cuts = cut_evenly(BLOCKS, axis.size)
     each = len(list(blocks()[0].children()))
@@ -259,9 +232,6 @@ def stepper(stage: Any, batch: tuple[Tensor, Tensor]) -> Callable[[], None]:
 
 def blocks() -> nn.Sequential:
     """Returns blocks of layers, the same on every rank."""
-    import torch
-    from torch import nn
-
     torch.manual_seed(0)
 
     def block() -> nn.Sequential:
@@ -272,14 +242,12 @@ def blocks() -> nn.Sequential:
 
 def waits(stages: int, factors: Sequence[float] = ()) -> nn.Sequential:
     """Returns layers that take their time, by factors if given, and no core: both halves of a backward apart."""
-    import torch
-    from torch import nn
 
     class Passes(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, ahead: float, back: float) -> Tensor:
-            ctx.seconds = back
-            threading.Event().wait(ahead)
+        def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+            ctx.seconds = backward_s
+            threading.Event().wait(forward_s)
             return x.view_as(x)
 
         @staticmethod
@@ -291,12 +259,12 @@ def waits(stages: int, factors: Sequence[float] = ()) -> nn.Sequential:
         def __init__(self, factor: float) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(1))
-            self.ahead, self.back = factor * FORWARD_S, factor * BACKWARD_S / 2
+            self.forward_s, self.backward_s = factor * FORWARD_S, factor * BACKWARD_S / 2
 
         def forward(self, x: Tensor) -> Tensor:
-            weight = Passes.apply(self.weight, 0.0, self.back)  # type: ignore[no-untyped-call]
+            weight = Passes.apply(self.weight, 0.0, self.backward_s)  # type: ignore[no-untyped-call]
             inputs = x if x.requires_grad else x.clone().requires_grad_()
-            found: Tensor = Passes.apply(inputs, self.ahead, self.back) * weight  # type: ignore[no-untyped-call]
+            found: Tensor = Passes.apply(inputs, self.forward_s, self.backward_s) * weight  # type: ignore[no-untyped-call]
             return found
 
     return nn.Sequential(*(Waits(factor) for factor in (factors or [1.0] * stages)))
@@ -304,8 +272,6 @@ def waits(stages: int, factors: Sequence[float] = ()) -> nn.Sequential:
 
 def setting(world: World) -> dict[str, Any]:
     """Returns the conditions that a report names."""
-    import torch
-
     return {
         "ranks": world.size,
         "device": str(world.device),

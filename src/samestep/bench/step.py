@@ -12,28 +12,31 @@ in turn, and both give DistributedDataParallel views into its buckets. Compared 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from samestep.bench.harness import Comparison, Options, Report, alternate
-from samestep.bench.networks import CNN, MLP, TRANSFORMER, Task
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+import samestep
+from samestep.bench.harness import Comparison, Options, Report, alternate, in_sets, training_device
 from samestep.bench.peers import installed, steps_of_peer
+from samestep.bench.workloads import CNN, MLP, TRANSFORMER, Workload
 from samestep.launch.functions.spawn import spawn
-from samestep.launch.resources import visible_gpus
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from samestep.replicas.reduction import Reduce
-    from samestep.runtime.world import World
+from samestep.replicas.reduction import Reduce
+from samestep.runtime.world import World
 
 __all__: list[str] = []
 
 PROMISE = 1.02  # at most 2 % more than the hand-written loop, over gloo
-SOONER = ((CNN, 1 / 1.45), (MLP, 1 / 1.4), (TRANSFORMER, 1 / 1.15))  # of its time at most, as it comes
+FASTER = ((CNN, 1 / 1.45), (MLP, 1 / 1.4), (TRANSFORMER, 1 / 1.15))  # of its time at most, as it comes
 LOST = 1 / 3  # of the time that it loses to communication, at most
 SETS = 4  # of processes: where a loop's memory happens to lie is worth 2 % either way, for as long as its process lives
 STEPS = 2  # in a block: few, so that many pairs fit in a minute and what disturbs a machine spoils few of them
@@ -52,7 +55,7 @@ class Case:
         peer: another library to compare with, instead of a loop by hand.
     """
 
-    task: Task
+    task: Workload
     as_it_comes: bool
     device: str | None
     repeats: int
@@ -62,11 +65,11 @@ class Case:
 
 def run(options: Options) -> Report:
     """Starts the ranks, times the loops on them and returns the report."""
-    device = None if visible_gpus() >= options.ranks else "cpu"
+    device = training_device(options.ranks)
     times, conditions = _timed(MLP, False, device, options)
     name = "what samestep adds, both over the backend: samestep / hand-written DistributedDataParallel"
     comparisons = [Comparison(name, "step", times[0], times[1], PROMISE)]
-    for task, most in SOONER if options.ranks > 1 else ():
+    for task, most in FASTER if options.ranks > 1 else ():
         (ours, theirs, alone), _ = _timed(task, True, device, options)
         comparisons.append(
             Comparison(
@@ -85,10 +88,10 @@ def run(options: Options) -> Report:
 
 
 def lost(ours: tuple[float, ...], theirs: tuple[float, ...], alone: tuple[float, ...]) -> dict[str, float]:
-    """Returns what both lose to communication, their step less the same step without, and the limit of `sooner`.
+    """Returns what both lose to communication, their step less the same step without, and the limit of that.
 
     The limit is what the other loop takes in times of the step without communication: nobody who trains with
-    DistributedDataParallel's values can be more times sooner than that. All are medians.
+    DistributedDataParallel's values can be more times faster than that. All are medians.
     """
     without = median(alone)
     mine, other = median(ours) - without, median(theirs) - without
@@ -98,44 +101,37 @@ def lost(ours: tuple[float, ...], theirs: tuple[float, ...], alone: tuple[float,
         "lost_by_theirs_ms": 1e3 * other,
         "lost_share": share,
         "promised_at_most": LOST,
-        "times_sooner_at_best": median(theirs) / without,
+        "times_faster_at_best": median(theirs) / without,
     }
 
 
 def _timed(
-    task: Task, as_it_comes: bool, device: str | None, options: Options, peer: str | None = None
+    task: Workload, as_it_comes: bool, device: str | None, options: Options, peer: str | None = None
 ) -> tuple[list[tuple[float, ...]], dict[str, Any]]:
     """Times the loops in several sets of processes, as many pairs together as asked for."""
-    sets = min(SETS, options.repeats)
     gathered: list[tuple[float, ...]] = [()] * (3 if as_it_comes and peer is None else 2)
     conditions: dict[str, Any] = {}
-    for number in range(sets):
-        case = Case(task, as_it_comes, device, (options.repeats + number) // sets, number % 2 == 0, peer)
+    for number, pairs in enumerate(in_sets(options.repeats, SETS)):
+        case = Case(task, as_it_comes, device, pairs, number % 2 == 0, peer)
         times, conditions = spawn(compare, options.ranks, case, progress=False)[0]
         gathered = [(*known, *new) for known, new in zip(gathered, times, strict=True)]
     return gathered, conditions
 
 
-def compare(case: Case) -> tuple[list[list[float]], dict[str, Any]]:
+def compare(case: Case) -> tuple[list[tuple[float, ...]], dict[str, Any]]:
     """Runs on every rank; returns seconds per step of each loop, and the conditions. Collective."""
-    import samestep
-
     with samestep.world(device=case.device) as world:
         loops = _as_it_comes(case, world) if case.as_it_comes else _with_loaders(case.task, world)
         for steps in loops if case.ours_first else reversed(loops):
             next(steps)  # takes its memory now
-        blocks = [lambda steps=steps: advance(steps) for steps in loops]
-        times = alternate(*blocks, pairs=case.repeats, align=lambda: align(world))
-        return [[seconds / STEPS for seconds in side] for side in times], setting(world, case.task)
+        return time_loops(loops, world, case.repeats), setting(world, case.task)
 
 
-def _with_loaders(task: Task, world: World) -> list[Iterator[None]]:
+def _with_loaders(task: Workload, world: World) -> list[Iterator[None]]:
     return [our_steps(task, task.network(), world), their_steps(task, task.network(), world)]
 
 
 def _as_it_comes(case: Case, world: World) -> list[Iterator[None]]:
-    import samestep
-
     task = case.task
     ours = samestep.replicate(task.network().to(world.device), world)
     if case.peer is not None:
@@ -144,11 +140,8 @@ def _as_it_comes(case: Case, world: World) -> list[Iterator[None]]:
     return [steps_of(task, model, world) for model in (ours, theirs, alone)]
 
 
-def steps_of(task: Task, model: nn.Module, world: World) -> Iterator[None]:
+def steps_of(task: Workload, model: nn.Module, world: World) -> Iterator[None]:
     """Trains on this rank's first batch, one step for each item."""
-    import torch
-    from torch.nn import functional as F
-
     x, y = task.batch_of(world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     while True:
@@ -158,13 +151,8 @@ def steps_of(task: Task, model: nn.Module, world: World) -> Iterator[None]:
         yield
 
 
-def our_steps(task: Task, network: nn.Module, world: World, *, reduce: Reduce | None = "gloo") -> Iterator[None]:
+def our_steps(task: Workload, network: nn.Module, world: World, *, reduce: Reduce | None = "gloo") -> Iterator[None]:
     """Trains with samestep, one step for each item; `reduce` says how gradients are added, None as it comes."""
-    import torch
-    from torch.nn import functional as F
-
-    import samestep
-
     model = samestep.replicate(network.to(world.device), world, reduce=reduce)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     batches = samestep.shards(task.dataset(), world, batch_size=task.batch * world.size)
@@ -178,12 +166,8 @@ def our_steps(task: Task, network: nn.Module, world: World, *, reduce: Reduce | 
                 yield
 
 
-def their_steps(task: Task, network: nn.Module, world: World) -> Iterator[None]:
+def their_steps(task: Workload, network: nn.Module, world: World) -> Iterator[None]:
     """Trains with torch alone, one step for each item."""
-    import torch
-    from torch.nn import functional as F
-    from torch.utils.data import DataLoader, DistributedSampler
-
     model = _wrapped(network.to(world.device), world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     data = task.dataset()
@@ -202,33 +186,36 @@ def their_steps(task: Task, network: nn.Module, world: World) -> Iterator[None]:
 
 
 def _wrapped(model: nn.Module, world: World) -> nn.Module:
-    from torch.nn.parallel import DistributedDataParallel
-
     if world.size == 1:
         return model
     devices = [world.device] if world.device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
 
-def advance(steps: Iterator[None]) -> None:
+def advance(loop: Iterator[None], steps: int = STEPS) -> None:
     """Takes a block of steps."""
-    for _ in range(STEPS):
-        next(steps)
+    for _ in range(steps):
+        next(loop)
+
+
+def time_loops(
+    loops: Sequence[Iterator[None]], world: World, pairs: int, steps: int = STEPS
+) -> list[tuple[float, ...]]:
+    """Times blocks of so many steps of each loop in turn; returns seconds a step. Collective."""
+    blocks = [functools.partial(advance, loop, steps) for loop in loops]
+    times = alternate(*blocks, pairs=pairs, align=lambda: align(world))
+    return [tuple(seconds / steps for seconds in side) for side in times]
 
 
 def align(world: World) -> None:
     """Waits until every rank is here and its device has done all it was given. Collective."""
-    import torch
-
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
     world.barrier()
 
 
-def setting(world: World, task: Task = MLP) -> dict[str, Any]:
+def setting(world: World, task: Workload = MLP) -> dict[str, Any]:
     """Returns the conditions that a report names."""
-    import torch
-
     return {
         "ranks": world.size,
         "device": str(world.device),

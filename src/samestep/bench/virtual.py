@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from samestep.bench.harness import Comparison, Options, Report, alternate
-from samestep.bench.networks import MLP
+import torch
+
+import samestep
+from samestep.bench.harness import Comparison, Options, Report, alternate, training_device
 from samestep.bench.step import STEPS, advance, align, our_steps, setting
+from samestep.bench.workloads import MLP
 from samestep.errors import UsageError
 from samestep.launch.functions.spawn import spawn
-from samestep.launch.resources import visible_gpus
 from samestep.topology import is_power_of_two
 
 __all__: list[str] = []
@@ -31,7 +33,7 @@ def run(options: Options) -> Report:
     """
     if not is_power_of_two(options.ranks):
         raise UsageError(f"virtual ranks are dealt out to 1, 2, 4, … ranks, not to {options.ranks}")
-    device = None if visible_gpus() >= options.ranks else "cpu"
+    device = training_device(options.ranks)
     comparisons = []
     for slices in SLICES:
         ours, theirs, conditions = spawn(compare, options.ranks, options.repeats, device, slices, progress=False)[0]
@@ -42,10 +44,6 @@ def run(options: Options) -> Report:
 
 def compare(repeats: int, device: str | None, slices: int) -> tuple[list[float], list[float], dict[str, Any]]:
     """Runs on every rank; returns seconds per step of both loops, and the conditions. Collective."""
-    import torch
-
-    import samestep
-
     with samestep.world(device=device) as plain:
         threads = torch.get_num_threads()
         with samestep.world(device=device, virtual_ranks=slices * plain.size) as sliced:
@@ -59,7 +57,5 @@ def compare(repeats: int, device: str | None, slices: int) -> tuple[list[float],
 
 def block(steps: Iterator[None], threads: int) -> None:
     """Takes steps on so many CPU threads; virtual ranks have set one for the whole process."""
-    import torch
-
     torch.set_num_threads(threads)
     advance(steps)

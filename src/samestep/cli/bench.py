@@ -50,7 +50,7 @@ EXAMPLES = """examples:
 exit code: 0 whatever was measured; 2 for a usage error."""
 
 
-MUCH_SOONER = 2 / 3  # a ratio below which percents say less than a factor
+MUCH_FASTER = 2 / 3  # a ratio below which percents say less than a factor
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -177,7 +177,7 @@ def _kept(report: Report) -> str:
 def _conclusion(comparison: Comparison) -> str:
     lower, upper = (_percent(ratio) for ratio in comparison.interval)
     text = f"overhead {_percent(comparison.ratio)}, 95 % interval {lower} to {upper}"
-    if comparison.ratio < MUCH_SOONER or (comparison.most is not None and comparison.most < 1):
+    if comparison.ratio < MUCH_FASTER or (comparison.most is not None and comparison.most < 1):
         best, worst = (1 / ratio for ratio in comparison.interval)
         text = f"{1 / comparison.ratio:.2f} times as fast, 95 % interval {worst:.2f} to {best:.2f}"
     if comparison.most is None:

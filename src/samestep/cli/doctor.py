@@ -13,7 +13,7 @@ from pathlib import Path
 from samestep.cli.checks import check_json
 from samestep.cli.options import Parser
 from samestep.cli.result import write_json
-from samestep.doctor.line import Finding, worst_level
+from samestep.doctor.finding import Finding, worst_level
 from samestep.errors import RankVariablesError, UsageError
 from samestep.rankenv import RankVariables, read_rank_variables
 from samestep.text import escape_control
@@ -79,13 +79,11 @@ def _look(options: argparse.Namespace) -> tuple[list[Finding], bool]:
     if idle:
         option = "--" + idle[0].replace("_", "-")
         raise UsageError(f"{option} is about other hosts, and none is named: say --hosts or --hostfile as well")
-    told = _launched()
-    if told is not None and told.size > 1:
-        from samestep.doctor import together
+    found = _launched()
+    from samestep.doctor.checks import check_job, run_checks
 
-        return together.check_job(told, Path.cwd())
-    from samestep.doctor.examine import run_checks
-
+    if found is not None and found.size > 1:
+        return check_job(found, Path.cwd())
     lines = run_checks(Path.cwd(), _progress)
     _progress("")
     return lines, True
@@ -127,15 +125,15 @@ def _progress(left: str) -> None:
 
 def _tell(lines: Sequence[Finding], options: argparse.Namespace, code: int) -> int:
     """Shows what was found and writes it; returns the exit code."""
-    told = {"v": FORMAT, "verdict": "fails" if code else "works", "lines": [line.as_json() for line in lines]}
+    found = {"v": FORMAT, "verdict": "fails" if code else "works", "lines": [line.as_json() for line in lines]}
     if str(options.json) == STANDARD:
-        print(json.dumps(told))
+        print(json.dumps(found))
         return code
     here = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if here else None
     for line in shown(lines, wrong=options.wrong, coloured=here, width=width):
         print(line)
-    return write_json(options.json, told, code)
+    return write_json(options.json, found, code)
 
 
 def shown(lines: Sequence[Finding], *, wrong: bool, coloured: bool, width: int | None = None) -> list[str]:
@@ -145,11 +143,11 @@ def shown(lines: Sequence[Finding], *, wrong: bool, coloured: bool, width: int |
         common = Finding(line.check, line.level, line.text, line.effect, line.fix)
         hosts.setdefault(common, []).append(line.host)
     everybody = len({line.host for line in lines if line.host})
-    told: list[str] = []
+    found: list[str] = []
     for line, named in hosts.items():
         if not wrong or line.level != "ok":
-            told += _lines(line, _where(named, everybody), coloured=coloured, width=width)
-    return [*told, "", verdict(lines)]
+            found += _lines(line, _where(named, everybody), coloured=coloured, width=width)
+    return [*found, "", verdict(lines)]
 
 
 def _where(named: Sequence[str], everybody: int) -> str:
@@ -186,6 +184,6 @@ def verdict(lines: Sequence[Finding]) -> str:
     'training would work: 1 warning'
     """
     counts = {level: sum(line.level == level for line in lines) for level in ("error", "warning", "note")}
-    told = ", ".join(f"{count} {level}{'s' * (count > 1)}" for level, count in counts.items() if count)
+    found = ", ".join(f"{count} {level}{'s' * (count > 1)}" for level, count in counts.items() if count)
     works = "training would fail" if counts["error"] else "training would work"
-    return f"{works}: {told or 'everything is ok'}"
+    return f"{works}: {found or 'everything is ok'}"

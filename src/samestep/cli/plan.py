@@ -15,7 +15,7 @@ from samestep.errors import UsageError
 
 if TYPE_CHECKING:
     from samestep.network.cluster import Cluster
-    from samestep.planning.planned import TrainingPlan
+    from samestep.planning.plan import TrainingPlan
     from samestep.planning.profile import Profile
 
 __all__ = ["main"]
@@ -52,13 +52,13 @@ def main(arguments: Sequence[str]) -> int:
     if options.save_profile is not None:
         profile.save(options.save_profile)
         print(f"the profile is in {options.save_profile}", file=sys.stderr)
-    from samestep.planning.planned import make_plan
+    from samestep.planning.plan import make_plan
 
-    grows = profile.per_rank if options.grows is None else options.grows
-    if profile.per_rank and options.grows is None:
+    scale_batch = profile.per_rank if options.scale_batch is None else options.scale_batch
+    if profile.per_rank and options.scale_batch is None:
         text = f"each process keeps its batch of {profile.batch}, as DistributedSampler has it (or --no-scale-batch)"
         print(text, file=sys.stderr)
-    found = make_plan(profile, cluster, options.ranks or cluster.ranks, grows=grows)
+    found = make_plan(profile, cluster, options.ranks or cluster.ranks, scale_batch=scale_batch)
     _write(options, found)
     for line in found.lines():
         print(line)
@@ -74,12 +74,12 @@ def _started(found: TrainingPlan, settings: Path) -> str:
     step, best = found.as_it_is, found.best
     if step is None or best is None:
         return f"{settings} sets nothing: as it is the script fits nowhere, and stages take samestep.pipeline in it"
-    command = f"samestep run --settings {settings}{_hosts(step.way.ranks, found.cluster.devices)} …"
-    if step.way == best.way:
+    command = f"samestep run --settings {settings}{_hosts(step.layout.ranks, found.cluster.devices)} …"
+    if step.layout == best.layout:
         return f"{command} starts it so"
     return (
-        f"{command} starts {step.way}, {seconds_text(step.seconds)} a step: {best.way} take samestep.pipeline in the "
-        "script"
+        f"{command} starts {step.layout}, {seconds_text(step.seconds)} a step: {best.layout} take samestep.pipeline in "
+        "the script"
     )
 
 
@@ -115,7 +115,6 @@ def _parser() -> Parser:
     )
     add(
         "--scale-batch",
-        dest="grows",
         action=argparse.BooleanOptionalAction,
         help="every process takes as many samples as the profiled one: a larger batch, another training (default: "
         "where the script deals its data out by DistributedSampler, and its batch is one process's)",
@@ -161,27 +160,27 @@ def _tell_misplaced(program: Sequence[str]) -> None:
 
 def _cluster(options: argparse.Namespace) -> Cluster:
     from samestep.network.cluster import load
-    from samestep.planning import here
+    from samestep.planning import measure_cluster
 
     if options.cluster is None or options.program:
         warn_of_others()
     if options.cluster is None:
         _say("measuring the links of this machine")
-    found = here.cluster() if options.cluster is None else load(options.cluster)
+    found = measure_cluster.local_cluster() if options.cluster is None else load(options.cluster)
     if options.ranks is not None and options.ranks > found.ranks:
         raise UsageError(f"--ranks {options.ranks} are asked for, and the cluster has {found.ranks}: give 1 to that")
     return found
 
 
 def _profile(options: argparse.Namespace) -> Profile:
-    from samestep.planning import here
+    from samestep.planning import measure_cluster
     from samestep.planning.profile import load
-    from samestep.planning.profiling import profile_script
+    from samestep.planning.profile_script import profile_script
 
     if options.profile is not None:
         return load(options.profile)
     program, *arguments = options.program
-    threads = here.threads() if options.cluster is None else None  # ranks of this machine share its cores
+    threads = measure_cluster.threads() if options.cluster is None else None  # ranks of this machine share its cores
     return profile_script(program, arguments, steps=options.steps, is_module=options.module, threads=threads)
 
 
@@ -191,7 +190,7 @@ def _write(options: argparse.Namespace, found: TrainingPlan) -> None:
     if options.json is not None:
         write_atomic(options.json, [json.dumps(found.as_json(), indent=2, allow_nan=False), "\n"])
     if options.picture is not None:
-        from samestep.planning.picture import draw
+        from samestep.planning.chart import draw
 
         draw(found, options.picture)
     if options.apply is not None:

@@ -7,22 +7,21 @@
 
 NCCL decides by such a model as well (`tuning.cc`), with constants of its makers; here they are measured on the links
 in question (:mod:`samestep.collectives.measure`), and the answer says why. All candidates leave the same bits on all
-ranks. Pricing all takes half a second for 64 ranks and grows with the square of the ranks; for thousands, take
-:mod:`samestep.network.formulas`.
+ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from samestep.collectives import double_tree, doubling, halving, hierarchical, ring, segmented, server, torus, tree
 from samestep.collectives.plan import Operation, Plan, check_ranks
 from samestep.errors import UsageError
-from samestep.network.cost import Price, price
-from samestep.network.formulas import best_chunks, best_segments
-from samestep.network.links import Links
+from samestep.network.links import Link, Links
+from samestep.network.pricing import Price, price_lines
 from samestep.text import bytes_text, seconds_text
 
 __all__: list[str] = []
@@ -30,10 +29,17 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and its price."""
+    """A plan and its price.
+
+    Attributes:
+        plan: which rank sends what to which.
+        price: of the buffer in question.
+        rounds: how many the plan has.
+    """
 
     plan: Plan
     price: Price
+    rounds: int
 
 
 @dataclass(frozen=True)
@@ -91,30 +97,40 @@ def choose(ranks: int, nbytes: float, links: Links, operation: Operation = "all_
         raise UsageError(f"a buffer of {nbytes} bytes: give 0 or more")
     if operation not in CANDIDATES:
         raise UsageError(f"there is no operation {operation!r}: choose one of {', '.join(CANDIDATES)}")
-    candidates = [
-        Candidate(plan, price(plan, nbytes, links)) for plan in CANDIDATES[operation](ranks, nbytes, links, root)
-    ]
+    found = [(plan, price_lines(plan, links)) for plan in CANDIDATES[operation](ranks, nbytes, links, root)]
+    candidates = [Candidate(plan, lines.price(nbytes), lines.rounds) for plan, lines in found]
     # of those that are equal but for rounding, the first named wins: sorting is stable
     return Choice(nbytes, links, tuple(sorted(candidates, key=lambda one: float(f"{one.price.seconds:.9g}"))))
 
 
-def _all_reduces(ranks: int, nbytes: float, links: Links, _root: int) -> Iterator[Plan]:
-    """The plans that fit, those whose bits do not depend on an element's place first."""
+def all_reduces(ranks: int, local: int | None, chunks: Sequence[int], ports: int = 1) -> Iterator[Plan]:
+    """Yields the all-reduces that fit, those whose bits do not depend on an element's place first.
+
+    Args:
+        ranks: in all.
+        local: on each host; None where all are on one.
+        chunks: that a double tree is cut into; a plan for each.
+        ports: messages that a rank can send side by side.
+    """
     yield doubling.all_reduce(ranks)
     yield halving.all_reduce(ranks)
     yield tree.all_reduce(ranks)
     yield server.all_reduce(ranks, 1)
     yield ring.all_reduce(ranks)
     yield segmented.all_reduce(ranks, 2)
-    yield double_tree.all_reduce(ranks, best_chunks(ranks, nbytes, links.across()))
+    yield from (double_tree.all_reduce(ranks, each) for each in chunks)
     if ranks > 1:
         yield server.all_reduce(ranks, ranks)
     rows, columns = _grid(ranks)
     if rows > 1:
-        yield from (torus.all_reduce(rows, columns, parts) for parts in (1, 2, 4) if parts <= links.ports)
-    if _even_hosts(ranks, links):
+        yield from (torus.all_reduce(rows, columns, parts) for parts in (1, 2, 4) if parts <= ports)
+    if _even_hosts(ranks, local):
         for across in (ring.all_reduce, halving.all_reduce, doubling.all_reduce):
-            yield hierarchical.all_reduce(ranks, links.local or ranks, across)
+            yield hierarchical.all_reduce(ranks, local or ranks, across)
+
+
+def _all_reduces(ranks: int, nbytes: float, links: Links, _root: int) -> Iterator[Plan]:
+    return all_reduces(ranks, links.local, [best_chunks(ranks, nbytes, links.across())], links.ports)
 
 
 def _reduce_scatters(ranks: int, _nbytes: float, _links: Links, _root: int) -> Iterator[Plan]:
@@ -139,7 +155,7 @@ def _broadcasts(ranks: int, nbytes: float, links: Links, root: int) -> Iterator[
     yield double_tree.broadcast(ranks, root, best_chunks(ranks, nbytes, links.across()))
     yield segmented.broadcast(ranks, root, best_segments(ranks, nbytes, links.across()))
     yield server.broadcast(ranks, root)
-    if _even_hosts(ranks, links):
+    if _even_hosts(ranks, links.local):
         yield hierarchical.broadcast(ranks, links.local or ranks, root)
 
 
@@ -165,9 +181,36 @@ def _grid(ranks: int) -> tuple[int, int]:
     return rows, ranks // rows
 
 
-def _even_hosts(ranks: int, links: Links) -> bool:
+def _even_hosts(ranks: int, local: int | None) -> bool:
     """Whether there are several hosts with several ranks each, the same number on all."""
-    return links.local is not None and 1 < links.local < ranks and ranks % links.local == 0
+    return local is not None and 1 < local < ranks and ranks % local == 0
+
+
+def best_chunks(ranks: int, nbytes: float, link: Link, most: int = 64) -> int:
+    """Returns into how many chunks a tree each half of a double tree is best cut: sqrt((h-1) n beta / (2 alpha)).
+
+    h is log2 of the ranks, rounded up.
+
+    >>> best_chunks(8, 1e6, Link(20e-6, 1e9)), best_chunks(8, 100, Link(20e-6, 1e9))
+    (7, 1)
+    """
+    height = (ranks - 1).bit_length()
+    return _pieces((height - 1) * nbytes / link.bytes_per_s / 2, link.latency_s, most)
+
+
+def best_segments(ranks: int, nbytes: float, link: Link, most: int = 64) -> int:
+    """Returns into how many segments a chain's buffer is best cut: sqrt((p-2) n beta / alpha).
+
+    >>> best_segments(8, 1e6, Link(20e-6, 1e9))
+    17
+    """
+    return _pieces((ranks - 2) * nbytes / link.bytes_per_s, link.latency_s, most)
+
+
+def _pieces(transfer: float, latency: float, most: int) -> int:
+    if latency == 0:
+        return most
+    return min(most, max(1, round(math.sqrt(max(0.0, transfer / latency)))))
 
 
 def _table(candidates: tuple[Candidate, ...]) -> Iterator[str]:
@@ -177,7 +220,7 @@ def _table(candidates: tuple[Candidate, ...]) -> Iterator[str]:
     for one in candidates:
         cost = one.price
         times = (cost.seconds, cost.latency_s, cost.transfer_s, cost.adding_s)
-        cells = [*map(seconds_text, times), str(len(one.plan.rounds))]
+        cells = [*map(seconds_text, times), str(one.rounds)]
         yield f"  {one.plan.name:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
 
 
@@ -191,8 +234,8 @@ def _why(candidates: tuple[Candidate, ...]) -> str:
         return f"{first.plan.name} and {second.plan.name} cost the same"
     say = partial(_difference, first, second)
     parts = [say("latency", "latency_s"), say("transfer", "transfer_s"), say("adding", "adding_s")]
-    count = len(first.plan.rounds)
-    rounds = f"{count} {'round' if count == 1 else 'rounds'}, not {len(second.plan.rounds)}"
+    count = first.rounds
+    rounds = f"{count} {'round' if count == 1 else 'rounds'}, not {second.rounds}"
     return (
         f"{first.plan.name} beats {second.plan.name} by {100 * lead:.0f} %: {', '.join(filter(None, parts))} ({rounds})"
     )

@@ -26,21 +26,31 @@ Parallel Computing 35, 2009. Their colouring takes O(log p) on each rank; here o
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
-from samestep.collectives.plan import Plan, Rounds, Transfer, check_ranks
-from samestep.collectives.rounds import rooted
+import numpy as np
+
+from samestep.collectives.plan import Plan
+from samestep.collectives.rounds import with_root
+from samestep.network.messages import Ints, Messages, reverse, send
 
 __all__: list[str] = []
 
 
-class Edge(NamedTuple):
-    """From a rank to one below it in tree 0 or 1."""
+class Edges(NamedTuple):
+    """Edges from a rank to one below it: all of the first tree, then all of the second.
 
-    tree: int
-    upper: int
-    lower: int
+    Attributes:
+        tree: 0 or 1.
+        upper: the rank above.
+        lower: the rank below.
+    """
+
+    tree: Ints
+    upper: Ints
+    lower: Ints
 
 
 def broadcast(ranks: int, root: int = 0, chunks: int = 8) -> Plan:
@@ -50,86 +60,124 @@ def broadcast(ranks: int, root: int = 0, chunks: int = 8) -> Plan:
     >>> plan.blocks, len(plan.rounds)
     (8, 12)
     """
-    return rooted(f"double tree of {chunks}", "broadcast", ranks, 2 * chunks, _spread(ranks, chunks), root)
+    make_rounds = partial(_from, ranks, root, chunks)
+    return Plan(_name(chunks), "broadcast", ranks, 2 * chunks, make_rounds, root)
 
 
 def reduce(ranks: int, root: int = 0, chunks: int = 8) -> Plan:
     """Returns the plan by which `root` ends with the sum; the others are left with parts of it."""
-    return rooted(f"double tree of {chunks}", "reduce", ranks, 2 * chunks, _spread(ranks, chunks), root)
+    return Plan(_name(chunks), "reduce", ranks, 2 * chunks, lambda: reverse(_from(ranks, root, chunks)), root)
 
 
 def all_reduce(ranks: int, chunks: int = 8) -> Plan:
     """Returns the plan by which all ranks end with the sum: a reduce, then a broadcast."""
-    return rooted(f"double tree of {chunks}", "all_reduce", ranks, 2 * chunks, _spread(ranks, chunks))
+
+    def rounds() -> list[Messages]:
+        spread = list(_spread(ranks, chunks))
+        return [*reverse(spread), *spread]
+
+    return Plan(_name(chunks), "all_reduce", ranks, 2 * chunks, rounds)
 
 
-def edges(ranks: int) -> list[Edge]:
+def edges(ranks: int) -> Edges:
     """Returns the edges of both trees below rank 0.
 
-    >>> [edge[1:] for edge in edges(4) if edge.tree == 0]
-    [(0, 2), (2, 1), (2, 3)]
+    >>> [pair for tree, *pair in zip(*(each.tolist() for each in edges(4))) if tree == 0]
+    [[0, 2], [2, 1], [2, 3]]
     """
-    below = ranks - 1
-    first = _in_order(below)
-    if below % 2:
-        other = {rank: (rank - 2) % below + 1 for rank in range(1, ranks)}  # shifted by one
-    else:
-        other = {rank: ranks - rank for rank in range(1, ranks)}  # reflected
+    below, rank = ranks - 1, np.arange(ranks)
+    other = (rank - 2) % below + 1 if below % 2 else ranks - rank  # shifted by one, or reflected
     other[0] = 0
-    return [Edge(0, *pair) for pair in first] + [Edge(1, other[upper], other[lower]) for upper, lower in first]
+    upper, lower = _in_order(below)
+    return Edges(
+        np.repeat([0, 1], len(upper)), np.concatenate([upper, other[upper]]), np.concatenate([lower, other[lower]])
+    )
 
 
-def _in_order(below: int) -> list[tuple[int, int]]:
+def _in_order(below: int) -> tuple[Ints, Ints]:
     """[1]: a rank's children are half its lowest set bit away; a right one that does not exist is nearer by half."""
-    if not below:
-        return []
-    pairs = [(0, 1 << (below.bit_length() - 1))]
-    for rank in range(2, below + 1, 2):
-        reach = (rank & -rank) // 2
-        pairs.append((rank, rank - reach))
-        while reach and rank + reach > below:
-            reach //= 2
-        if reach:
-            pairs.append((rank, rank + reach))
-    return pairs
+    rank = np.arange(2, below + 1, 2)
+    reach = (rank & -rank) // 2
+    right = reach.copy()
+    while (far := (rank + right > below) & (right > 0)).any():
+        right[far] //= 2
+    children = np.stack([rank - reach, np.where(right > 0, rank + right, -1)], axis=1).ravel()
+    upper = np.append(0, np.repeat(rank, 2))
+    lower = np.append(1 << (below.bit_length() - 1), children)
+    return upper[lower >= 0], lower[lower >= 0]
 
 
-def colours(between: list[Edge]) -> dict[Edge, int]:
+def colours(between: Edges) -> Ints:
     """Returns [2]: 0 or 1 for each edge, so that those coming into a rank differ, and those going out.
 
     An edge must differ from one other at its upper end and one at its lower end at most. So all edges form paths and
     circles; along a circle the two kinds alternate, its length is even, and two colours are enough.
     """
-    meeting: dict[tuple[str, int], list[Edge]] = defaultdict(list)
-    for edge in between:
-        meeting["out", edge.upper].append(edge)
-        meeting["in", edge.lower].append(edge)
-    colour: dict[Edge, int] = {}
-    for start in between:
-        waiting = [(start, 0)] if start not in colour else []
+    near = np.stack([_partners(between.upper), _partners(between.lower)], axis=1).tolist()
+    colour = [-1] * len(near)
+    for start in range(len(near)):
+        waiting = [(start, 0)] if colour[start] < 0 else []
         while waiting:
             edge, own = waiting.pop()
             colour[edge] = own
-            near = meeting["out", edge.upper] + meeting["in", edge.lower]
-            waiting += [(other, 1 - own) for other in near if other not in colour]
-    return colour
+            waiting += [(other, 1 - own) for other in near[edge] if other >= 0 and colour[other] < 0]
+    return np.array(colour)
 
 
-def _spread(ranks: int, chunks: int) -> Rounds:
-    """[3]: until every edge has sent all chunks of its tree."""
-    check_ranks(ranks)
-    between = edges(ranks)
+def _partners(ends: Ints) -> Ints:
+    """The other edge that has the same end, of two at most; -1 where there is none."""
+    order = np.argsort(ends, kind="stable")
+    twins = np.nonzero(ends[order][1:] == ends[order][:-1])[0]
+    partners = np.full(len(ends), -1)
+    partners[order[twins]], partners[order[twins + 1]] = order[twins + 1], order[twins]
+    return partners
+
+
+def _first_rounds(between: Edges, ranks: int) -> Ints:
+    """[3]: the round in which each edge sends chunk 0: the first of its colour behind that of the edge above it."""
     colour = colours(between)
-    has = {(tree, rank): chunks if rank == 0 else 0 for tree in (0, 1) for rank in range(ranks)}
-    sent = dict.fromkeys(between, 0)
-    rounds: list[tuple[Transfer, ...]] = []
-    while min(has.values()) < chunks:
-        on = [edge for edge in between if colour[edge] == len(rounds) % 2]
-        ready = [edge for edge in on if sent[edge] < has[edge.tree, edge.upper]]
-        rounds.append(())
-        for edge in ready:
-            block = edge.tree * chunks + sent[edge]
-            rounds[-1] += (Transfer(edge.upper, edge.lower, block, block + 1),)
-            sent[edge] += 1
-            has[edge.tree, edge.lower] += 1
-    return tuple(rounds)
+    first = np.zeros(len(colour), dtype=np.int64)
+    for tree in (0, 1):
+        waiting = np.nonzero(between.tree == tree)[0]
+        received = np.full(ranks, -1)  # the round in which each rank receives chunk 0
+        reached = np.arange(ranks) == 0
+        while len(waiting):
+            now = waiting[reached[between.upper[waiting]]]
+            after = received[between.upper[now]] + 1
+            first[now] = after + (after + colour[now]) % 2
+            received[between.lower[now]] = first[now]
+            waiting = waiting[~reached[between.upper[waiting]]]
+            reached[between.lower[now]] = True
+    return first
+
+
+def _spread(ranks: int, chunks: int) -> Iterator[Messages]:
+    """[3]: in round t the edges send whose first round is t, t - 2, t - 4, ... until all chunks of the tree are sent.
+
+    With more chunks than the trees are high, the same two sets of edges come over and over; then the arrays are the
+    same objects, so that their price need not be computed again.
+    """
+    if ranks == 1:
+        return
+    between = edges(ranks)
+    first = _first_rounds(between, ranks)
+    highest = int(first.max())
+    on: dict[int, Edges] = {}
+    sending: dict[int, Ints] = {}
+    for t in range(highest + 2 * chunks - 1):
+        if highest + 2 <= t < 2 * chunks:
+            sending[t], on[t] = sending[t - 2], on[t - 2]
+        else:
+            since = t - first
+            sending[t] = np.nonzero((since >= 0) & (since % 2 == 0) & (since < 2 * chunks))[0]
+            on[t] = Edges(*(each[sending[t]] for each in between))
+        block = on[t].tree * chunks + (t - first[sending[t]]) // 2
+        yield send(on[t].upper, on[t].lower, block)
+
+
+def _from(ranks: int, root: int, chunks: int) -> Iterator[Messages]:
+    return with_root(_spread(ranks, chunks), ranks, root)
+
+
+def _name(chunks: int) -> str:
+    return f"double tree of {chunks}"

@@ -9,7 +9,7 @@
     rank 3        3            3+2                   (3+2)+(1+0)
 
 Cost: log2 p (alpha + n beta + n gamma), p rounded down to a power of two; where it had to be, 2 alpha + 2 n beta +
-n gamma more for the idle ranks (:class:`samestep.collectives.rounds.PowerOfTwoFold`).
+n gamma more for the idle ranks (:func:`samestep.collectives.rounds.fold`).
 
 Bits: every rank adds the same pairs and only the order within a pair differs, which changes nothing: floating-point
 addition commutes. All elements are added in the same order, so putting gradients into other buckets changes no bit. For
@@ -21,8 +21,13 @@ IJHPCA 19, 2005.
 
 from __future__ import annotations
 
-from samestep.collectives.plan import Plan, Transfer
-from samestep.collectives.rounds import PowerOfTwoFold, remap
+from collections.abc import Iterator
+
+import numpy as np
+
+from samestep.collectives.plan import Plan, check_ranks
+from samestep.collectives.rounds import fold, gather_idle, scatter_idle
+from samestep.network.messages import Messages, send
 
 __all__: list[str] = []
 
@@ -33,12 +38,15 @@ def all_reduce(ranks: int) -> Plan:
     >>> [len(all_reduce(ranks).rounds) for ranks in (1, 2, 4, 7, 8)]
     [0, 1, 2, 4, 3]
     """
-    fold = PowerOfTwoFold(ranks)
-    members = len(fold.members)
-    exchanges = tuple(
-        tuple(Transfer(rank, rank ^ (1 << bit), 0, 1, adds=True) for rank in range(members))
-        for bit in range(members.bit_length() - 1)
-    )
-    begins, ends = [0] * ranks, [1] * ranks
-    gather, scatter = fold.gather(begins, ends, adds=True), fold.scatter(begins, ends)
-    return Plan("recursive doubling", "all_reduce", ranks, 1, gather + remap(exchanges, fold.members, (0, 1)) + scatter)
+    check_ranks(ranks)
+    return Plan("recursive doubling", "all_reduce", ranks, 1, lambda: _rounds(ranks))
+
+
+def _rounds(ranks: int) -> Iterator[Messages]:
+    """[1], [2], ...: with the rank that differs in one bit, from the lowest bit up."""
+    members, idle = fold(ranks)
+    yield from gather_idle(idle)
+    place = np.arange(len(members))
+    for bit in range(len(members).bit_length() - 1):
+        yield send(members, members[place ^ (1 << bit)], adds=True)
+    yield from scatter_idle(idle)

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from samestep.collectives.plan import Plan, RankRound, Transfer
 from samestep.errors import DeviceError, UsageError
-from samestep.network.cost import conflict
 
 __all__: list[str] = []
 
@@ -135,7 +134,7 @@ def _needed(arrived: Sequence[tuple[Transfer, Tensor]], part: RankRound) -> bool
     """Whether a round sends on, or replaces, what was not added yet."""
     spans = [(one.begin, one.end) for one, _ in arrived]
     touched = [*part.sends, *(one for one in part.receives if not one.adds)]
-    return any(conflict(spans, one.begin, one.end) for one in touched)
+    return any(begin < one.end and one.begin < end for begin, end in spans for one in touched)
 
 
 def _without_empty(part: RankRound, edges: Sequence[int]) -> RankRound:

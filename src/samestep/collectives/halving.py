@@ -13,7 +13,7 @@ The all-reduce begins with the nearest partner, so the largest halves stay on a 
 leaves rank 1 with block c: a reduce-scatter, where it must have block b, begins with the farthest.
 
 Cost: 2 log2 p alpha + 2 (p-1)/p n beta + (p-1)/p n gamma for a power of two. Else the all-reduce takes the power below
-and 2 alpha + 2 n beta + n gamma more for the idle ranks (:class:`samestep.collectives.rounds.PowerOfTwoFold`).
+and 2 alpha + 2 n beta + n gamma more for the idle ranks (:func:`samestep.collectives.rounds.fold`).
 
 Bits: one rank finishes each block and the others are sent copies. Each block of the all-reduce is added over the same
 pairs as in :mod:`samestep.collectives.doubling`: the two give the same bits, wherever an element lies. The
@@ -24,10 +24,13 @@ Source: R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 
-from samestep.collectives.plan import Plan, Rounds, Transfer
-from samestep.collectives.rounds import PowerOfTwoFold, remap, reversed_rounds
+import numpy as np
+
+from samestep.collectives.plan import Plan, check_ranks
+from samestep.collectives.rounds import fold, gather_idle, scatter_idle
+from samestep.network.messages import Ints, Messages, reverse, send
 
 __all__: list[str] = []
 
@@ -38,15 +41,17 @@ def all_reduce(ranks: int) -> Plan:
     >>> [len(all_reduce(ranks).rounds) for ranks in (1, 2, 4, 7, 8)]
     [0, 2, 4, 6, 6]
     """
-    fold = PowerOfTwoFold(ranks)
-    blocks = len(fold.members)
-    nearest_first = _halving(_distances(fold))
-    begins, ends = [0] * ranks, [blocks] * ranks
-    rounds = (
-        fold.gather(begins, ends, adds=True)
-        + remap(nearest_first + _doubling(nearest_first), fold.members, range(blocks + 1))
-        + fold.scatter(begins, ends)
-    )
+    check_ranks(ranks)
+    members, idle = fold(ranks)
+    blocks = len(members)
+
+    def rounds() -> Iterator[Messages]:
+        scatter = list(_halving(members, np.arange(blocks + 1), range(_bits(blocks))))
+        yield from gather_idle(idle, width=blocks)
+        yield from scatter
+        yield from reverse(scatter, adds=False)
+        yield from scatter_idle(idle, width=blocks)
+
     return Plan("halving and doubling", "all_reduce", ranks, blocks, rounds)
 
 
@@ -56,11 +61,15 @@ def reduce_scatter(ranks: int) -> Plan:
     >>> len(reduce_scatter(8).rounds)
     3
     """
-    fold = PowerOfTwoFold(ranks)
-    everything = fold.gather([0] * ranks, [ranks] * ranks, adds=True)
-    its_own = fold.scatter(range(ranks), range(1, ranks + 1))
-    halving = remap(_halving(_distances(fold)[::-1]), fold.members, [*fold.members, ranks])
-    return Plan("halving", "reduce_scatter", ranks, ranks, everything + halving + its_own)
+    check_ranks(ranks)
+    idle = fold(ranks)[1]
+    return Plan(
+        "halving",
+        "reduce_scatter",
+        ranks,
+        ranks,
+        lambda: [*gather_idle(idle, width=ranks), *_farthest_first(ranks), *scatter_idle(idle, idle)],
+    )
 
 
 def all_gather(ranks: int) -> Plan:
@@ -69,33 +78,47 @@ def all_gather(ranks: int) -> Plan:
     >>> len(all_gather(8).rounds)
     3
     """
-    fold = PowerOfTwoFold(ranks)
-    its_own = fold.gather(range(ranks), range(1, ranks + 1), adds=False)
-    everything = fold.scatter([0] * ranks, [ranks] * ranks)
-    doubling = remap(_doubling(_halving(_distances(fold)[::-1])), fold.members, [*fold.members, ranks])
-    return Plan("doubling", "all_gather", ranks, ranks, its_own + doubling + everything)
+    check_ranks(ranks)
+    idle = fold(ranks)[1]
+    return Plan(
+        "doubling",
+        "all_gather",
+        ranks,
+        ranks,
+        lambda: [
+            *gather_idle(idle, idle, adds=False),
+            *reverse(_farthest_first(ranks), adds=False),
+            *scatter_idle(idle, width=ranks),
+        ],
+    )
 
 
-def _distances(fold: PowerOfTwoFold) -> list[int]:
-    return [1 << bit for bit in range(len(fold.members).bit_length() - 1)]
+def _halving(members: Ints, edges: Ints, bits: Iterable[int]) -> Iterator[Messages]:
+    """[1], [2]: a rank whose bit is set keeps the upper half of what it has, else the lower.
+
+    [3] and [4] are the same backwards: what was given away comes back, from who has it whole by now.
+
+    Args:
+        members: a power of two of ranks.
+        edges: where the blocks of each member begin, and the end of the last.
+        bits: by which partners differ, one after another.
+    """
+    place = np.arange(len(members))
+    begin, width = np.zeros_like(place), len(members)
+    for bit in bits:
+        width //= 2
+        kept = begin + np.where(place >> bit & 1, width, 0)
+        given = 2 * begin + width - kept
+        first = edges[given]
+        yield send(members, members[place ^ (1 << bit)], first, edges[given + width] - first, adds=True)
+        begin = kept
 
 
-def _halving(distances: Sequence[int]) -> Rounds:
-    """[1], [2]: a rank whose bit is set keeps the upper half of what it has, else the lower."""
-    ranks = 1 << len(distances)
-    kept = [(0, ranks)] * ranks
-    rounds = []
-    for distance in distances:
-        transfers = []
-        for rank, (begin, end) in enumerate(kept):
-            halves = [(begin, (begin + end) // 2), ((begin + end) // 2, end)]
-            upper = bool(rank & distance)
-            kept[rank] = halves[upper]
-            transfers.append(Transfer(rank, rank ^ distance, *halves[not upper], adds=True))
-        rounds.append(tuple(transfers))
-    return tuple(rounds)
+def _farthest_first(ranks: int) -> Iterator[Messages]:
+    """Over the blocks of each member: its own, and that of the rank behind it that sits out."""
+    members = fold(ranks)[0]
+    return _halving(members, np.append(members, ranks), reversed(range(_bits(len(members)))))
 
 
-def _doubling(halving: Rounds) -> Rounds:
-    """[3], [4]: what was given away comes back, from the rank that has all of it by now."""
-    return tuple(tuple(one._replace(adds=False) for one in transfers) for transfers in reversed_rounds(halving))
+def _bits(power: int) -> int:
+    return power.bit_length() - 1

@@ -22,12 +22,14 @@ Source: X. Jia et al., "Highly Scalable Deep Learning Training System with Mixed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+
+import numpy as np
 
 from samestep.collectives import ring, tree
-from samestep.collectives.plan import Plan, Rounds, check_ranks
-from samestep.collectives.rounds import in_parallel, remap
+from samestep.collectives.plan import Plan, check_ranks
 from samestep.errors import UsageError
+from samestep.network.messages import Ints, Messages, remap
 
 __all__: list[str] = []
 
@@ -48,11 +50,10 @@ def all_reduce(ranks: int, local: int, across: Callable[[int], Plan] = ring.all_
         >>> plan.name, plan.blocks, len(plan.rounds)
         ('hierarchical 2x3 (ring)', 6, 6)
     """
-    hosts = hosts_of(ranks, local)
+    hosts = _hosts(ranks, local)
     between = across(len(hosts))
-    rounds = two_levels(hosts, between)
     name = f"hierarchical {len(hosts)}x{local} ({between.name})"
-    return Plan(name, "all_reduce", ranks, local * between.blocks, rounds)
+    return Plan(name, "all_reduce", ranks, local * between.blocks, lambda: two_levels(hosts, between))
 
 
 def broadcast(ranks: int, local: int, root: int = 0) -> Plan:
@@ -65,51 +66,37 @@ def broadcast(ranks: int, local: int, root: int = 0) -> Plan:
         >>> len(broadcast(6, local=3, root=4).rounds)
         3
     """
-    hosts = hosts_of(ranks, local)
+    hosts = _hosts(ranks, local)
     check_ranks(ranks, root)
     host, place = divmod(root, local)
-    peers = [each[place] for each in hosts]
-    inside = tree.broadcast(local, place).rounds
-    rounds = remap(tree.broadcast(len(hosts), host).rounds, peers, (0, 1)) + in_parallel(
-        [remap(inside, each, (0, 1)) for each in hosts]
-    )
+
+    def rounds() -> Iterator[Messages]:
+        yield from remap(tree.spread(len(hosts), host), hosts[:, place])
+        yield from remap(tree.spread(local, place), hosts)
+
     return Plan(f"hierarchical {len(hosts)}x{local}", "broadcast", ranks, 1, rounds, root)
 
 
-def hosts_of(ranks: int, local: int) -> list[range]:
-    """Returns the ranks of each host.
-
-    Raises:
-        UsageError: they are not the same number on each.
-
-    Example:
-        >>> hosts_of(6, 3)
-        [range(0, 3), range(3, 6)]
-    """
-    check_ranks(ranks)
-    if local < 1 or ranks % local:
-        raise UsageError(
-            f"{ranks} ranks cannot be {local} on each host: give a number that divides {ranks}, "
-            "or take an algorithm that knows no hosts"
-        )
-    return [range(first, first + local) for first in range(0, ranks, local)]
-
-
-def two_levels(lines: Sequence[Sequence[int]], between: Plan, first: int = 0) -> Rounds:
-    """Returns [1], [2] and [3], over the blocks from `first` on.
+def two_levels(lines: Ints, between: Plan, first: int = 0) -> Iterator[Messages]:
+    """Yields [1], [2] and [3], over the blocks from `first` on.
 
     Args:
         lines: the ranks of each host, or of each row of a grid.
         between: an all-reduce over as many ranks as there are lines.
         first: the block that chunk 0 begins at.
     """
-    width = len(lines[0])
-    chunks = range(first, first + (width + 1) * between.blocks, between.blocks)
-    columns = [[line[place] for line in lines] for place in range(width)]
-    scattering = [remap(ring.scattering(width), line, chunks) for line in lines]  # [1]
-    crossing = [  # [2]
-        remap(between.rounds, column, range(chunk, chunk + between.blocks + 1))
-        for column, chunk in zip(columns, chunks, strict=False)
-    ]
-    gathering = [remap(ring.gathering(width), line, chunks) for line in lines]  # [3]
-    return in_parallel(scattering) + in_parallel(crossing) + in_parallel(gathering)
+    width = lines.shape[1]
+    yield from remap(ring.scatter(width), lines, first, between.blocks)  # [1]
+    yield from remap(between.make_rounds(), lines.T, first + np.arange(width) * between.blocks)  # [2]
+    yield from remap(ring.gather(width), lines, first, between.blocks)  # [3]
+
+
+def _hosts(ranks: int, local: int) -> Ints:
+    """The ranks of each host, a row for each."""
+    check_ranks(ranks)
+    if local < 1 or ranks % local:
+        raise UsageError(
+            f"{ranks} ranks cannot be {local} on each host: give a number that divides {ranks}, "
+            "or take an algorithm that knows no hosts"
+        )
+    return np.arange(ranks).reshape(-1, local)

@@ -17,18 +17,22 @@ Three rules make a plan mean one thing, whatever executes it:
   3. A rank never replaces a block in a round in which it also sends it, adds to it, or replaces it a second time.
 
 :func:`execute` and :mod:`samestep.collectives.engine` execute a plan, :mod:`samestep.collectives.proof` proves it and
-:mod:`samestep.network.cost` prices it.
+:mod:`samestep.network.pricing` prices it. An algorithm states its rounds as arrays (:mod:`samestep.network.messages`);
+transfers are made from them when somebody asks.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
+
 from samestep.errors import UsageError
+from samestep.network.messages import AllToAll, Messages, send
 from samestep.topology import cut_evenly
 
 __all__: list[str] = []
@@ -67,23 +71,37 @@ class Plan:
             share: the blocks [r m, (r + 1) m), where m = blocks / ranks.
         ranks: how many take part.
         blocks: that the buffer is cut into.
-        rounds: one after another.
+        make_rounds: makes the rounds as arrays, anew at each call.
         root: the rank that a broadcast comes from or a reduce goes to.
 
     Raises:
-        UsageError: the plan breaks a rule; names the round.
-
-    Example:
-        >>> Plan("pair", "all_reduce", 2, 1, ((Transfer(0, 1, 0, 1, True), Transfer(1, 0, 0, 1, True)),)).blocks
-        1
+        UsageError: no such ranks, root, operation or blocks.
     """
 
     name: str
     operation: Operation
     ranks: int
     blocks: int
-    rounds: Rounds
+    make_rounds: Callable[[], Iterable[Messages]]
     root: int = 0
+
+    @classmethod
+    def from_transfers(
+        cls, name: str, operation: Operation, ranks: int, blocks: int, rounds: Rounds, root: int = 0
+    ) -> Plan:
+        """Returns the plan of rounds that are given transfer by transfer.
+
+        Raises:
+            UsageError: the plan breaks a rule; names the round.
+
+        Example:
+            >>> rounds = ((Transfer(0, 1, 0, 1, True), Transfer(1, 0, 0, 1, True)),)
+            >>> Plan.from_transfers("pair", "all_reduce", 2, 1, rounds).blocks
+            1
+        """
+        plan = cls(name, operation, ranks, blocks, lambda: map(_of_transfers, rounds), root)
+        _ = plan.rounds  # which checks them
+        return plan
 
     def __post_init__(self) -> None:
         check_ranks(self.ranks, self.root)
@@ -95,13 +113,22 @@ class Plan:
             raise UsageError(
                 f"{self.name}: {self.blocks} blocks are not the same number for each of {self.ranks} ranks"
             )
-        for number, transfers in enumerate(self.rounds):
+
+    @cached_property
+    def rounds(self) -> Rounds:
+        """The rounds, transfer by transfer.
+
+        Raises:
+            UsageError: one breaks a rule; names it.
+        """
+        rounds = tuple(transfers for one in self.make_rounds() for transfers in _to_transfers(one))
+        for number, transfers in enumerate(rounds):
             problem = self._problem(transfers)
             if problem:
                 raise UsageError(f"{self.name}, round {number}: {problem}")
+        return rounds
 
     def _problem(self, transfers: Round) -> str:
-        """Returns what is wrong with a round, or nothing."""
         incoming: dict[int, list[Transfer]] = defaultdict(list)
         outgoing: dict[int, list[Transfer]] = defaultdict(list)
         for one in transfers:
@@ -122,7 +149,7 @@ class Plan:
     def of_rank(self, rank: int) -> tuple[RankRound, ...]:
         """Returns what one rank does, round by round.
 
-        >>> pair = Plan("pair", "broadcast", 2, 1, ((Transfer(0, 1, 0, 1),),))
+        >>> pair = Plan.from_transfers("pair", "broadcast", 2, 1, ((Transfer(0, 1, 0, 1),),))
         >>> pair.of_rank(0)[0].sends, pair.of_rank(1)[0].sends
         ((Transfer(source=0, target=1, begin=0, end=1, adds=False),), ())
         """
@@ -144,7 +171,7 @@ class Plan:
     def edges(self, elements: int) -> list[int]:
         """Returns where the blocks of a buffer begin, and the end of the last; a block may be empty.
 
-        >>> Plan("nothing", "all_reduce", 1, 4, ()).edges(6)
+        >>> Plan("nothing", "all_reduce", 1, 4, list).edges(6)
         [0, 2, 4, 5, 6]
         """
         return [0, *(stop for _, stop in cut_evenly(elements, self.blocks))]
@@ -159,6 +186,22 @@ class Plan:
         if self.operation == "reduce_scatter":
             return range(*self.share(rank))
         return range(self.blocks if self.operation != "reduce" or rank == self.root else 0)
+
+
+def _to_transfers(one: Messages) -> Iterator[Round]:
+    """Yields the transfers of each repetition."""
+    each = one.expanded() if isinstance(one, AllToAll) else one
+    sources, targets, adds = each.sources.tolist(), each.targets.tolist(), each.adds.tolist()
+    for repetition in range(each.repeat):
+        begin = each.begin(repetition)
+        spans = zip(sources, targets, begin.tolist(), (begin + each.width).tolist(), adds, strict=True)
+        yield tuple(Transfer(*span) for span in spans)
+
+
+def _of_transfers(transfers: Round) -> Messages:
+    table = zip(*transfers, strict=True) if transfers else ((), (), (), (), ())
+    sources, targets, begin, end, adds = (np.array(column, dtype=np.int64) for column in table)
+    return send(sources, targets, begin, end - begin, adds=adds.astype(bool))
 
 
 def _clash(received: Sequence[Transfer]) -> tuple[Transfer, Transfer] | None:
@@ -186,7 +229,8 @@ def execute(plan: Plan, values: Sequence[Sequence[Any]]) -> list[list[Any]]:
         The same table, afterwards.
 
     Example:
-        >>> pair = Plan("pair", "all_reduce", 2, 1, ((Transfer(0, 1, 0, 1, True), Transfer(1, 0, 0, 1, True)),))
+        >>> rounds = ((Transfer(0, 1, 0, 1, True), Transfer(1, 0, 0, 1, True)),)
+        >>> pair = Plan.from_transfers("pair", "all_reduce", 2, 1, rounds)
         >>> execute(pair, [["a"], ["b"]])
         [['ab'], ['ba']]
     """

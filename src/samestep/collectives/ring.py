@@ -19,7 +19,10 @@ Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for c
 
 from __future__ import annotations
 
-from samestep.collectives.plan import Plan, Rounds, Transfer
+import numpy as np
+
+from samestep.collectives.plan import Plan, check_ranks
+from samestep.network.messages import Ints, MessageRound, Messages
 
 __all__: list[str] = []
 
@@ -30,33 +33,39 @@ def all_reduce(ranks: int) -> Plan:
     >>> len(all_reduce(4).rounds)
     6
     """
-    return Plan("ring", "all_reduce", ranks, ranks, scattering(ranks) + gathering(ranks))
+    check_ranks(ranks)
+    return Plan("ring", "all_reduce", ranks, ranks, lambda: [*scatter(ranks), *gather(ranks)])
 
 
 def reduce_scatter(ranks: int) -> Plan:
     """Returns the plan by which rank r ends with block r of the sum; its other blocks are left half added."""
-    return Plan("ring", "reduce_scatter", ranks, ranks, scattering(ranks))
+    check_ranks(ranks)
+    return Plan("ring", "reduce_scatter", ranks, ranks, lambda: scatter(ranks))
 
 
 def all_gather(ranks: int) -> Plan:
     """Returns the plan by which all ranks end with block r of rank r, for every r."""
-    return Plan("ring", "all_gather", ranks, ranks, gathering(ranks))
+    check_ranks(ranks)
+    return Plan("ring", "all_gather", ranks, ranks, lambda: gather(ranks))
 
 
-def scattering(ranks: int) -> Rounds:
-    """Returns [1]: block b goes round from rank b + 1, growing, and ends on rank b."""
-    return _rotations(ranks, first=-1, adds=True)
+def scatter(ranks: int, segments: int = 1) -> list[Messages]:
+    """Returns [1]: block b goes round from rank b + 1, growing, and ends on rank b; segment after segment of it."""
+    return _to_next(ranks, segments, behind=1, adds=True)
 
 
-def gathering(ranks: int) -> Rounds:
-    """Returns [2]: block b goes round from rank b, and ends on rank b - 1."""
-    return _rotations(ranks, first=0, adds=False)
+def gather(ranks: int, segments: int = 1) -> list[Messages]:
+    """Returns [2]: block b goes round from rank b, and ends on rank b - 1; segment after segment of it."""
+    return _to_next(ranks, segments, behind=0, adds=False)
 
 
-def _rotations(ranks: int, *, first: int, adds: bool) -> Rounds:
-    def to_next(rank: int, block: int) -> Transfer:
-        return Transfer(rank, (rank + 1) % ranks, block, block + 1, adds)
+def _to_next(ranks: int, segments: int, behind: int, *, adds: bool) -> list[Messages]:
+    if ranks == 1:
+        return []
+    rank = np.arange(ranks)
 
-    return tuple(
-        tuple(to_next(rank, (rank + first - number) % ranks) for rank in range(ranks)) for number in range(ranks - 1)
-    )
+    def begin(t: int) -> Ints:
+        blocks: Ints = (rank - behind - t // segments) % ranks * segments + t % segments
+        return blocks
+
+    return [MessageRound(rank, (rank + 1) % ranks, begin, 1, adds, repeat=(ranks - 1) * segments)]

@@ -28,9 +28,15 @@ of MPI collective operations", Cluster Computing 10, 2007.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
 from samestep.collectives import ring
-from samestep.collectives.plan import Operation, Plan, Rounds, Transfer
-from samestep.collectives.rounds import rooted
+from samestep.collectives.plan import Operation, Plan
+from samestep.collectives.rounds import with_root
+from samestep.network.messages import Messages, reverse, send
 
 __all__: list[str] = []
 
@@ -42,17 +48,17 @@ def all_reduce(ranks: int, segments: int = 2) -> Plan:
     >>> plan.name, plan.blocks, len(plan.rounds)
     ('segmented ring of 3', 12, 18)
     """
-    return _segmented("all_reduce", ranks, ring.scattering(ranks) + ring.gathering(ranks), segments)
+    return _ring(ranks, segments, "all_reduce", ring.scatter, ring.gather)
 
 
 def reduce_scatter(ranks: int, segments: int = 2) -> Plan:
     """Returns the ring's reduce-scatter with each of its chunks cut into `segments`."""
-    return _segmented("reduce_scatter", ranks, ring.scattering(ranks), segments)
+    return _ring(ranks, segments, "reduce_scatter", ring.scatter)
 
 
 def all_gather(ranks: int, segments: int = 2) -> Plan:
     """Returns the ring's all-gather with each of its chunks cut into `segments`."""
-    return _segmented("all_gather", ranks, ring.gathering(ranks), segments)
+    return _ring(ranks, segments, "all_gather", ring.gather)
 
 
 def broadcast(ranks: int, root: int = 0, segments: int = 8) -> Plan:
@@ -61,31 +67,27 @@ def broadcast(ranks: int, root: int = 0, segments: int = 8) -> Plan:
     >>> len(broadcast(4, segments=3).rounds)
     5
     """
-    return rooted(f"chain of {segments}", "broadcast", ranks, segments, _chain(ranks, segments), root)
+    make_rounds = partial(_chain, ranks, root, segments)
+    return Plan(f"chain of {segments}", "broadcast", ranks, segments, make_rounds, root)
 
 
 def reduce(ranks: int, root: int = 0, segments: int = 8) -> Plan:
     """Returns the plan by which `root` ends with the sum, added up from rank to rank in `segments`."""
-    return rooted(f"chain of {segments}", "reduce", ranks, segments, _chain(ranks, segments), root)
+    return Plan(f"chain of {segments}", "reduce", ranks, segments, lambda: reverse(_chain(ranks, root, segments)), root)
 
 
-def _segmented(operation: Operation, ranks: int, rounds: Rounds, segments: int) -> Plan:
-    """[1]: segment after segment of each chunk, where the ring sends the chunk."""
-    cut = tuple(
-        tuple(one._replace(begin=one.begin * segments + each, end=one.begin * segments + each + 1) for one in transfers)
-        for transfers in rounds
-        for each in range(segments)
+def _ring(ranks: int, segments: int, operation: Operation, *halves: Callable[[int, int], list[Messages]]) -> Plan:
+    return Plan(
+        f"segmented ring of {segments}",
+        operation,
+        ranks,
+        ranks * segments,
+        lambda: [one for half in halves for one in half(ranks, segments)],
     )
-    return Plan(f"segmented ring of {segments}", operation, ranks, ranks * segments, cut)
 
 
-def _chain(ranks: int, segments: int) -> Rounds:
-    """[2]: rank r has segment s after round r + s - 1, and sends it on in the next."""
-    return tuple(
-        tuple(
-            Transfer(rank, rank + 1, number - rank, number - rank + 1)
-            for rank in range(ranks - 1)
-            if 0 <= number - rank < segments
-        )
-        for number in range(ranks - 2 + segments if ranks > 1 else 0)
-    )
+def _chain(ranks: int, root: int, segments: int) -> Iterator[Messages]:
+    """[2]: rank r behind the root has segment s after round r + s - 1, and sends it on in the next."""
+    for number in range(ranks - 2 + segments if ranks > 1 else 0):
+        rank = np.arange(max(0, number - segments + 1), min(ranks - 1, number + 1))
+        yield from with_root([send(rank, rank + 1, number - rank)], ranks, root)

@@ -20,9 +20,12 @@ Source: M. Li et al., "Scaling Distributed Machine Learning with the Parameter S
 
 from __future__ import annotations
 
-from samestep.collectives.plan import Plan, Rounds, Transfer, check_ranks
-from samestep.collectives.rounds import reversed_rounds, rooted
+import numpy as np
+
+from samestep.collectives.plan import Plan, check_ranks
+from samestep.collectives.rounds import with_root
 from samestep.errors import UsageError
+from samestep.network.messages import AllToAll, Messages, reverse, send
 
 __all__: list[str] = []
 
@@ -42,32 +45,40 @@ def all_reduce(ranks: int, servers: int = 1) -> Plan:
     if not 1 <= servers <= ranks:
         raise UsageError(f"{servers} servers among {ranks} ranks: give 1 to {ranks}")
     name = "1 server" if servers == 1 else f"{servers} servers"
-    return rooted(name, "all_reduce", ranks, servers, _pull(ranks, servers))
+    return Plan(name, "all_reduce", ranks, servers, lambda: [*reverse(_pull(ranks, servers)), *_pull(ranks, servers)])
 
 
 def reduce_scatter(ranks: int) -> Plan:
     """Returns the plan by which rank r ends with block r of the sum: every rank is a server, and nobody pulls."""
-    return Plan("direct", "reduce_scatter", ranks, ranks, reversed_rounds(_pull(ranks, ranks)))
+    check_ranks(ranks)
+    return Plan("direct", "reduce_scatter", ranks, ranks, lambda: reverse(_pull(ranks, ranks)))
 
 
 def all_gather(ranks: int) -> Plan:
-    """Returns the plan by which all ranks end with block r of rank r, for every r, sent by that rank."""
-    return Plan("direct", "all_gather", ranks, ranks, _pull(ranks, ranks))
+    """Returns the plan by which all ranks end with block r of rank r, for every r, each sent by who has it."""
+    check_ranks(ranks)
+    return Plan("direct", "all_gather", ranks, ranks, lambda: _pull(ranks, ranks))
 
 
 def broadcast(ranks: int, root: int = 0) -> Plan:
     """Returns the plan by which `root` sends what it has to every other rank."""
-    return rooted("direct", "broadcast", ranks, 1, _pull(ranks, 1), root)
+    check_ranks(ranks, root)
+    return Plan("direct", "broadcast", ranks, 1, lambda: with_root(_pull(ranks, 1), ranks, root), root)
 
 
 def reduce(ranks: int, root: int = 0) -> Plan:
     """Returns the plan by which every other rank sends all it has to `root`, which ends with the sum."""
-    return rooted("direct", "reduce", ranks, 1, _pull(ranks, 1), root)
+    check_ranks(ranks, root)
+    return Plan("direct", "reduce", ranks, 1, lambda: with_root(reverse(_pull(ranks, 1)), ranks, root), root)
 
 
-def _pull(ranks: int, servers: int) -> Rounds:
+def _pull(ranks: int, servers: int) -> list[Messages]:
     """[2]: block s from server s, which is rank s x ranks / servers, to everybody else; [1] is the same backwards."""
-    homes = [block * ranks // servers for block in range(servers)]
-    pairs = ((block, home, rank) for block, home in enumerate(homes) for rank in range(ranks) if rank != home)
-    transfers = tuple(Transfer(home, rank, block, block + 1) for block, home, rank in pairs)
-    return (transfers,) if transfers else ()
+    if ranks == 1:
+        return []
+    if servers == ranks:
+        return [AllToAll(np.arange(ranks)[None], np.zeros(1, dtype=np.int64), 1, adds=False)]
+    home, rank = (each.ravel() for each in np.indices((servers, ranks)))
+    server = home * ranks // servers
+    others = server != rank
+    return [send(server[others], rank[others], home[others])]

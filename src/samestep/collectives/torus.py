@@ -23,13 +23,16 @@ for the quarters, P. Sack and W. Gropp, "Collective algorithms for multiported t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+
+import numpy as np
 
 from samestep.collectives import ring
 from samestep.collectives.hierarchical import two_levels
-from samestep.collectives.plan import Plan, Rounds
-from samestep.collectives.rounds import in_parallel, remap
+from samestep.collectives.plan import Plan
+from samestep.collectives.rounds import in_parallel
 from samestep.errors import UsageError
+from samestep.network.messages import Ints, Messages, remap
 
 __all__: list[str] = []
 
@@ -50,54 +53,45 @@ def all_reduce(rows: int, columns: int, parts: int = 1) -> Plan:
         >>> plan.name, plan.blocks, len(plan.rounds)
         ('torus 2x3', 6, 6)
     """
-    _check(rows, columns)
+    grid = _grid(rows, columns)
     if parts not in {1, 2, 4}:
         raise UsageError(f"a torus cut into {parts} parts: give 1, 2 or 4")
-    each = rows * columns
-    across, down = _rows(rows, columns), _columns(rows, columns)
-    ways = [across, down, _turned(across), _turned(down)][:parts]
-    by_part = [two_levels(lines, ring.all_reduce(len(lines)), number * each) for number, lines in enumerate(ways)]
+    directions = [grid, grid.T, grid[::-1, ::-1], grid.T[::-1, ::-1]][:parts]
+
+    def rounds() -> Iterator[Messages]:
+        each = [
+            two_levels(lines, ring.all_reduce(len(lines)), number * grid.size)
+            for number, lines in enumerate(directions)
+        ]
+        yield from each[0] if parts == 1 else in_parallel(each)
+
     name = f"torus {rows}x{columns}" + (f" in {parts} directions" if parts > 1 else "")
-    return Plan(name, "all_reduce", each, parts * each, in_parallel(by_part))
+    return Plan(name, "all_reduce", grid.size, parts * grid.size, rounds)
 
 
 def reduce_scatter(rows: int, columns: int) -> Plan:
     """Returns the plan by which rank r ends with block r of the sum: along columns, then along rows."""
-    _check(rows, columns)
-    long, short = ring.scattering(rows), ring.scattering(columns)
-    return Plan(f"torus {rows}x{columns}", "reduce_scatter", rows * columns, rows * columns, _levels(long, short))
+    grid = _grid(rows, columns)
+
+    def rounds() -> Iterator[Messages]:
+        yield from remap(ring.scatter(rows), grid.T, scale=columns)
+        yield from remap(ring.scatter(columns), grid, grid[:, 0])
+
+    return Plan(f"torus {rows}x{columns}", "reduce_scatter", grid.size, grid.size, rounds)
 
 
 def all_gather(rows: int, columns: int) -> Plan:
     """Returns the plan by which all ranks end with block r of rank r, for every r: along rows, then along columns."""
-    _check(rows, columns)
-    long, short = ring.gathering(rows), ring.gathering(columns)
-    down_then_across = _levels(long, short)
-    rounds = down_then_across[len(long) :] + down_then_across[: len(long)]
-    return Plan(f"torus {rows}x{columns}", "all_gather", rows * columns, rows * columns, rounds)
+    grid = _grid(rows, columns)
+
+    def rounds() -> Iterator[Messages]:
+        yield from remap(ring.gather(columns), grid, grid[:, 0])
+        yield from remap(ring.gather(rows), grid.T, scale=columns)
+
+    return Plan(f"torus {rows}x{columns}", "all_gather", grid.size, grid.size, rounds)
 
 
-def _turned(lines: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    return [line[::-1] for line in reversed(lines)]
-
-
-def _levels(long: Rounds, short: Rounds) -> Rounds:
-    """The rings of the columns over whole rows of blocks, then those of the rows over their own blocks."""
-    rows, columns = len(long) + 1, len(short) + 1
-    by_row = range(0, rows * columns + 1, columns)
-    down = [remap(long, column, by_row) for column in _columns(rows, columns)]
-    across = [remap(short, row, range(row[0], row[0] + columns + 1)) for row in _rows(rows, columns)]
-    return in_parallel(down) + in_parallel(across)
-
-
-def _rows(rows: int, columns: int) -> list[Sequence[int]]:
-    return [range(row * columns, (row + 1) * columns) for row in range(rows)]
-
-
-def _columns(rows: int, columns: int) -> list[Sequence[int]]:
-    return [range(column, rows * columns, columns) for column in range(columns)]
-
-
-def _check(rows: int, columns: int) -> None:
+def _grid(rows: int, columns: int) -> Ints:
     if rows < 1 or columns < 1:
         raise UsageError(f"a torus of {rows} rows and {columns} columns: give 1 or more of each")
+    return np.arange(rows * columns).reshape(rows, columns)

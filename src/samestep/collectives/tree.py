@@ -19,8 +19,13 @@ IJHPCA 19, 2005.
 
 from __future__ import annotations
 
-from samestep.collectives.plan import Plan, Rounds, Transfer
-from samestep.collectives.rounds import rooted
+from collections.abc import Iterator
+
+import numpy as np
+
+from samestep.collectives.plan import Plan, check_ranks
+from samestep.collectives.rounds import with_root
+from samestep.network.messages import Messages, reverse, send
 
 __all__: list[str] = []
 
@@ -31,12 +36,14 @@ def broadcast(ranks: int, root: int = 0) -> Plan:
     >>> len(broadcast(8).rounds), len(broadcast(9, root=4).rounds)
     (3, 4)
     """
-    return rooted("binomial tree", "broadcast", ranks, 1, _spread(ranks), root)
+    check_ranks(ranks, root)
+    return Plan("binomial tree", "broadcast", ranks, 1, lambda: spread(ranks, root), root)
 
 
 def reduce(ranks: int, root: int = 0) -> Plan:
     """Returns the plan by which `root` ends with the sum; the others are left with parts of it."""
-    return rooted("binomial tree", "reduce", ranks, 1, _spread(ranks), root)
+    check_ranks(ranks, root)
+    return Plan("binomial tree", "reduce", ranks, 1, lambda: reverse(spread(ranks, root)), root)
 
 
 def all_reduce(ranks: int) -> Plan:
@@ -45,15 +52,12 @@ def all_reduce(ranks: int) -> Plan:
     >>> len(all_reduce(8).rounds)
     6
     """
-    return rooted("binomial tree", "all_reduce", ranks, 1, _spread(ranks))
+    check_ranks(ranks)
+    return Plan("binomial tree", "all_reduce", ranks, 1, lambda: [*reverse(spread(ranks)), *spread(ranks)])
 
 
-def _spread(ranks: int) -> Rounds:
-    """[1], [2], [3]: from every rank that has it to the one `distance` further on, if there is one."""
-    distances = [1 << bit for bit in reversed(range((ranks - 1).bit_length()))]
-    return tuple(
-        tuple(
-            Transfer(rank, rank + distance, 0, 1) for rank in range(0, ranks, 2 * distance) if rank + distance < ranks
-        )
-        for distance in distances
-    )
+def spread(ranks: int, root: int = 0) -> Iterator[Messages]:
+    """Yields [1], [2], [3]: from every rank that has it to the one `distance` further on, if there is one."""
+    for bit in reversed(range((ranks - 1).bit_length())):
+        near = np.arange(0, ranks - (1 << bit), 2 << bit)
+        yield from with_root([send(near, near + (1 << bit))], ranks, root)

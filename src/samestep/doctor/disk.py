@@ -13,7 +13,7 @@ from statistics import median
 
 from filelock import FileLock, Timeout
 
-from samestep.doctor.line import Finding, ok
+from samestep.doctor.finding import Finding, ok
 from samestep.text import format_bytes, format_duration
 
 __all__: list[str] = []
@@ -25,7 +25,7 @@ LONG = 0.2  # seconds for a small write to be safe
 LEAST = 1 << 30  # bytes
 
 
-def look(folder: Path) -> Iterator[Finding]:
+def check(folder: Path) -> Iterator[Finding]:
     """Yields what the disk under a folder is like; writes, and removes, a file there."""
     check = "disk"
     try:

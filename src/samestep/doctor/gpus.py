@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from samestep.doctor.finding import Finding, Level, ok
 from samestep.doctor.fixes import as_root
-from samestep.doctor.line import Finding, Level, ok
-from samestep.doctor.pairs import cuda_of_torch, with_driver
-from samestep.doctor.software import said_by
+from samestep.doctor.software import cuda_of_torch, said_by, with_driver
 from samestep.launch.resources import DRIVER
 from samestep.text import format_bytes
 
@@ -55,11 +54,11 @@ class User:
         return f"{self.pid} {self.name} ({self.memory})"
 
 
-def look() -> Iterator[Finding]:
+def check() -> Iterator[Finding]:
     """Yields what there is."""
-    code, said = _asked(FIELDS + CAPABILITY)
+    code, said = _query(FIELDS + CAPABILITY)
     if code > 0 and "compute_cap" in said:
-        code, said = _asked(FIELDS)
+        code, said = _query(FIELDS)
     if code != 0:
         yield _none(said)
         return
@@ -71,7 +70,7 @@ def look() -> Iterator[Finding]:
         yield from topology(said_by(["nvidia-smi", "topo", "-m"])[1], len(cards))
 
 
-def _asked(fields: str) -> tuple[int, str]:
+def _query(fields: str) -> tuple[int, str]:
     return said_by(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
 
 
@@ -122,8 +121,8 @@ def judge(cards: list[Card], users: list[User]) -> Iterator[Finding]:
     if len(names) > 1:
         effect = "the slowest sets the pace of every step"
         most = max(names, key=lambda name: sum(card.name == name for card in cards))
-        alike = ",".join(str(card.index) for card in cards if card.name == most)
-        yield Finding("GPUs", "note", f"{kinds}, driver {driver}", effect, f"export CUDA_VISIBLE_DEVICES={alike}")
+        same = ",".join(str(card.index) for card in cards if card.name == most)
+        yield Finding("GPUs", "note", f"{kinds}, driver {driver}", effect, f"export CUDA_VISIBLE_DEVICES={same}")
     else:
         memory = format_bytes(cards[0].total) if cards else "?"
         yield ok("GPUs", f"{kinds} of {memory}, driver {driver}")
@@ -160,11 +159,11 @@ def topology(text: str, cards: int) -> Iterator[Finding]:
     if not ways:
         return
     worst = next((way for way in ("SYS", "NODE", "PHB", "PXB", "PIX") if way in ways), "NVLink")
-    told = {
+    words = {
         "SYS": "some only across sockets",
         "NODE": "some only across the host's bridges",
         "PHB": "some only through the processor",
         "PXB": "over PCIe switches",
         "PIX": "over one PCIe switch",
     }
-    yield ok("GPU links", told.get(worst, "NVLink") + f" ({', '.join(sorted(ways))}: nvidia-smi topo -m)")
+    yield ok("GPU links", words.get(worst, "NVLink") + f" ({', '.join(sorted(ways))}: nvidia-smi topo -m)")

@@ -1,7 +1,7 @@
 """Several hosts: each looks at itself, then they are measured against each other.
 
     1  over ssh, pdsh or clush    samestep doctor --json -                     on every host, whatever lies between them
-    2  `samestep run --hosts`     samestep.doctor.between, a rank on each      if they can run anything together
+    2  `samestep run --hosts`     samestep.doctor.pairwise, a rank on each      if they can run anything together
 
 The first needs no network between the hosts, so that of a broken one all else is known; what the second cannot do is
 said in the launcher's own line.
@@ -21,18 +21,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from samestep.doctor.between import MARK
+from samestep.doctor.finding import Finding, from_remote
 from samestep.doctor.fixes import samestep
-from samestep.doctor.judge import judge
-from samestep.doctor.line import Finding, told_by
+from samestep.doctor.link_findings import judge
+from samestep.doctor.pairwise import MARK
 from samestep.doctor.trial import read_failure
 from samestep.launch.hosts.transport import Started, explain, plan, start
 from samestep.rankenv import fresh_environment
 
 __all__: list[str] = []
 
-PATIENCE = 90.0  # seconds for a busy host to look at itself
-MEASURING = 120.0  # seconds for all to meet, and to be measured
+TIMEOUT = 90.0  # seconds for a busy host to look at itself
+MEASURING_TIMEOUT = 120.0  # seconds for all to meet, and to be measured
 THERE = 'cd "$1" 2>/dev/null; shift; exec "$@"'  # as `samestep run` starts ranks: in the folder of the same name
 
 
@@ -78,21 +78,21 @@ def _each(named: HostList) -> Iterator[Finding]:
     with ThreadPoolExecutor(len(started)) as pool:
         list(pool.map(lambda one: _hear(one, answers), started))
     for host, answer in answers.items():
-        found = _told(answer.out)
+        found = _parsed(answer.out)
         if found is None:
             text = explain(host, named.via, answer.code, "\n".join(answer.err), named.python)
             fix = f"ssh {named.ssh_args} {shlex.quote(host)} true".replace("  ", " ")
             yield Finding("host", "error", text, "no rank can be started there", fix, host)
         else:
-            yield from told_by(host, found)
+            yield from from_remote(host, found)
 
 
 def _hear(one: Started, answers: dict[str, _Answer]) -> None:
     """Reads what a transport says to its end."""
     try:
-        out, err = one.process.communicate(timeout=PATIENCE)
+        out, err = one.process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        out, err = b"", f"did not answer within {PATIENCE:.0f} s".encode()
+        out, err = b"", f"did not answer within {TIMEOUT:.0f} s".encode()
     finally:
         code = one.end()
     for stream, raw in (("out", out), ("err", err)):
@@ -105,7 +105,7 @@ def _hear(one: Started, answers: dict[str, _Answer]) -> None:
         answers[one.start.hosts[0]].code = code
 
 
-def _told(out: Sequence[str]) -> dict[str, Any] | None:
+def _parsed(out: Sequence[str]) -> dict[str, Any] | None:
     """Returns what a doctor has said, whatever the account's shell has said before it."""
     for line in reversed(out):
         if line.startswith('{"v": '):
@@ -121,13 +121,13 @@ def _between(named: HostList) -> Iterator[Finding]:
         file = Path(name) / "run.json"
         words = [sys.executable, "-P", "-m", "samestep", "run", "--hosts", ",".join(named.hosts), "--via", named.via]
         words += [f"--ssh-args={named.ssh_args}", "-n", "1", "--no-events", "--run-dir", str(Path(name) / "run")]
-        words += ["--json", str(file), *_optional(named), "-m", "samestep.doctor.between"]
+        words += ["--json", str(file), *_optional(named), "-m", "samestep.doctor.pairwise"]
         try:
             done = subprocess.run(
-                words, capture_output=True, text=True, timeout=MEASURING, check=False, env=fresh_environment()
+                words, capture_output=True, text=True, timeout=MEASURING_TIMEOUT, check=False, env=fresh_environment()
             )
         except subprocess.TimeoutExpired:
-            yield _failed(named, f"did not end within {MEASURING:.0f} s")
+            yield _failed(named, f"did not end within {MEASURING_TIMEOUT:.0f} s")
             return
         found = [line.partition(MARK)[2] for line in done.stdout.splitlines() if MARK in line]
         if found:
@@ -149,6 +149,6 @@ def _reached_by(named: HostList) -> list[str]:
 
 
 def _failed(named: HostList, why: str) -> Finding:
-    words = ["--hosts", ",".join(named.hosts), *_reached_by(named), "-n", "1", "-m", "samestep.doctor.between"]
+    words = ["--hosts", ",".join(named.hosts), *_reached_by(named), "-n", "1", "-m", "samestep.doctor.pairwise"]
     fix = f"{samestep()} run {shlex.join(words)}  # the same alone, with all that it says"
     return Finding("between hosts", "error", why.removeprefix("samestep: error: "), "a run on these hosts fails", fix)

@@ -9,8 +9,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from samestep.doctor.finding import Finding, Level, ok
 from samestep.doctor.fixes import as_root, raised
-from samestep.doctor.line import Finding, Level, ok
 from samestep.launch.cpus import MACHINE, Cores, groups, read_cores
 from samestep.launch.resources import busy_cores, read_memory
 from samestep.text import format_bytes
@@ -29,7 +29,7 @@ BUSY = 0.5  # of the cores
 UNLIMITED = resource.RLIM_INFINITY
 
 
-def look(root: Path = MACHINE, busy: float = 0.0) -> Iterator[Finding]:
+def check(root: Path = MACHINE, busy: float = 0.0) -> Iterator[Finding]:
     """Yields a line for each; `busy` is how many of the cores others kept busy before the doctor began."""
     yield judge_cores(read_cores(root), busy)
     yield numa(root)
@@ -100,7 +100,7 @@ def shared_memory(folder: Path) -> Finding:
 
 def open_files(soft: int, hard: int) -> Finding:
     """Judges how many files a process may have open."""
-    text = f"{_told(soft)} a process"
+    text = f"{_limit_text(soft)} a process"
     if soft != UNLIMITED and soft < LEAST_FILES:
         effect = "ranks with DataLoader workers end with 'Too many open files'"
         wanted = hard if LEAST_FILES <= hard < WANTED_FILES else WANTED_FILES
@@ -145,7 +145,7 @@ def largest_file(soft: int, hard: int) -> Iterator[Finding]:
         yield Finding("file size", "warning", f"at most {format_bytes(soft)}", effect, fix)
 
 
-def _told(limit: int) -> str:
+def _limit_text(limit: int) -> str:
     return "unlimited" if limit == UNLIMITED else f"{limit:,}"
 
 

@@ -1,4 +1,17 @@
-"""What is installed: python, torch, what starts ranks, and packages that contradict each other."""
+"""What is installed: python, torch, what starts ranks, and packages that contradict each other.
+
+Versions that are known not to go together, though no package's own requirements say so, and `pip check` is silent:
+
+    tensorboard <= 2.20    setuptools >= 82      imports pkg_resources, which setuptools no longer has
+    torchvision, -audio    torch                 of another build (CPU, CUDA 12, CUDA 13): operators are missing
+    nvidia-…-cu12          nvidia-…-cu13         write the same files: whichever was installed last is loaded
+    torch for CUDA 13      driver < 580          CUDA cannot be started; CUDA 12 wants 525
+    torch for CUDA 13      GPUs before Turing    no kernel for them, nor for Blackwell before CUDA 12.8
+    Linux < 5.5            any                   processes that share memory may hang
+
+Sources: tensorboard's issues 7003 and 7107; NVIDIA's "Minor Version Compatibility" of CUDA; PyTorch's issue 157517 and
+RELEASE.md; accelerate's `check_kernel`.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +21,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, distribution, distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from samestep._version import __version__
+from samestep.doctor.finding import Finding, ok
 from samestep.doctor.fixes import as_root, pip, python
-from samestep.doctor.line import Finding, ok
-from samestep.doctor.pairs import cuda_of_torch, installed
 from samestep.errors import SamestepError
 from samestep.launch import resources
 from samestep.launch.hosts import mpiexec
@@ -26,16 +39,24 @@ __all__: list[str] = []
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
-OURS = re.compile(r"torch|nvidia|triton|numpy|samestep|mpi4py|safetensors", re.IGNORECASE)  # whose quarrels matter
-STARTERS = {"ssh": "-V", "pdsh": "-V", "clush": "--version"}
+OURS = re.compile(r"torch|nvidia|triton|numpy|samestep|mpi4py|safetensors", re.IGNORECASE)  # whose conflicts matter
+LAUNCHERS = {"ssh": "-V", "pdsh": "-V", "clush": "--version"}
 SLURM = Path("/etc/slurm/slurm.conf")
 SLOWEST = 8.0  # seconds for another program to answer
 READING = 30.0  # seconds for pip to read what is installed: 2 on an idle machine
+VERSIONS = "versions"
+DRIVERS = {13: 580, 12: 525, 11: 450}  # the oldest driver of each CUDA
+TURING, BLACKWELL = (7, 5), (10, 0)  # compute capabilities
+FIRST_WITH_BLACKWELL = (12, 8)  # CUDA
+OLDEST_LINUX = (5, 5)
+TENSORBOARDS_LAST = (2, 20)  # that imports pkg_resources
+SETUPTOOLS_FIRST = (82,)  # without it
 
+Installed = Callable[[str], str | None]
 visible_gpus = functools.cache(resources.visible_gpus)  # asks nvidia-smi, which may take a second
 
 
-def look() -> Iterator[Finding]:
+def check() -> Iterator[Finding]:
     """Yields a line for each of them."""
     yield _python()
     yield ok(
@@ -43,9 +64,9 @@ def look() -> Iterator[Finding]:
     )
     yield torch(installed("torch"), visible_gpus())
     yield ok("samestep", __version__)
-    yield from quarrels(said_by([sys.executable, "-m", "pip", "check", "--disable-pip-version-check"], READING))
+    yield from conflicts(said_by([sys.executable, "-m", "pip", "check", "--disable-pip-version-check"], READING))
     yield from _mpi()
-    yield from _starters()
+    yield from _launchers()
 
 
 def _python() -> Finding:
@@ -56,27 +77,26 @@ def _python() -> Finding:
     return ok("python", text)
 
 
-def torch(told: str | None, gpus: int, cuda: tuple[int, ...] | None = None) -> Finding:
+def torch(version_text: str | None, gpus: int, cuda: tuple[int, ...] | None = None) -> Finding:
     """Judges torch's version beside what the machine has.
 
     Args:
-        told: its version; None where there is none.
+        version_text: its version; None where there is none.
         gpus: how many there are.
         cuda: that it was built for; as its own file says by default.
     """
-    if told is None:
+    if version_text is None:
         return Finding("torch", "error", "is not installed", "nothing trains", pip("torch"))
-    numbers = tuple(int(part) for part in re.findall(r"\d+", told)[:2])
-    if numbers < OLDEST_TORCH:
+    if numbers(version_text)[:2] < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         effect = "samestep needs gradient hooks and process-group calls that it lacks"
-        return Finding("torch", "error", told, effect, pip("--upgrade", f"torch>={oldest}"))
+        return Finding("torch", "error", version_text, effect, pip("--upgrade", f"torch>={oldest}"))
     cuda = cuda_of_torch() if cuda is None else cuda
-    if gpus and ("+cpu" in told or cuda == (0,)):
+    if gpus and ("+cpu" in version_text or cuda == (0,)):
         fix = pip("--force-reinstall", "torch") + "  # PyPI's build for Linux has CUDA"
         effect = "the GPU here stays idle" if gpus == 1 else f"the {gpus} GPUs here stay idle"
-        return Finding("torch", "warning", f"{told}, a CPU build", effect, fix)
-    return ok("torch", f"{told}, {'for CUDA ' + '.'.join(map(str, cuda)) if cuda[0] else 'without CUDA'}")
+        return Finding("torch", "warning", f"{version_text}, a CPU build", effect, fix)
+    return ok("torch", f"{version_text}, {'for CUDA ' + '.'.join(map(str, cuda)) if cuda[0] else 'without CUDA'}")
 
 
 def said_by(command: Sequence[str], patience: float = SLOWEST) -> tuple[int, str]:
@@ -88,7 +108,7 @@ def said_by(command: Sequence[str], patience: float = SLOWEST) -> tuple[int, str
     return done.returncode, (done.stdout + done.stderr).strip()
 
 
-def quarrels(checked: tuple[int, str]) -> Iterator[Finding]:
+def conflicts(checked: tuple[int, str]) -> Iterator[Finding]:
     """Reads what `pip check` says of packages that torch and samestep stand on."""
     if checked[0] < 0 or "No module named pip" in checked[1]:
         effect = "packages that contradict each other are not found"
@@ -98,17 +118,18 @@ def quarrels(checked: tuple[int, str]) -> Iterator[Finding]:
     found = [text for text in checked[1].splitlines() if OURS.search(text)] if checked[0] > 0 else []
     for text in found:
         effect = "imports fail, or calls crash in native code"
-        yield Finding("packages", "warning", text, effect, agreeing(text))
+        yield Finding("packages", "warning", text, effect, upgrade_command(text))
     if not found:
         yield ok("packages", "those that torch and samestep stand on agree")
 
 
-def agreeing(text: str) -> str:
+def upgrade_command(text: str) -> str:
     """Returns the command after which two packages agree: the one that asks is changed, and the one asked for stays.
 
-    >>> agreeing("torchvision 0.27.0 has requirement torch==2.12.0, but you have torch 2.13.0.").partition(" pip ")[2]
+    >>> conflict = "torchvision 0.27.0 has requirement torch==2.12.0, but you have torch 2.13.0."
+    >>> upgrade_command(conflict).partition(" pip ")[2]
     'install --upgrade torchvision torch==2.13.0'
-    >>> agreeing("samestep 0.1.0 requires numpy>=2, which is not installed.").partition(" pip ")[2]
+    >>> upgrade_command("samestep 0.1.0 requires numpy>=2, which is not installed.").partition(" pip ")[2]
     "install 'numpy>=2'"
     """
     asks = text.partition(" ")[0]
@@ -141,10 +162,10 @@ def _mpi() -> Iterator[Finding]:
     yield ok("MPI", f"{text}, {family} {release[1] if release else named} ({Path(program).name})")
 
 
-def _starters() -> Iterator[Finding]:
+def _launchers() -> Iterator[Finding]:
     """What starts ranks on other hosts."""
     missing = []
-    for name, option in STARTERS.items():
+    for name, option in LAUNCHERS.items():
         program = program_named(name)
         if program is None:
             missing.append(name)
@@ -195,3 +216,140 @@ def slurm(asked: tuple[int, str], *, configured: bool, release: str = "installed
         fix = "sinfo -R  # why; then: scontrol update NodeName=NAME State=RESUME"
         return Finding("Slurm", "warning", f"{release}, nodes: {text}", "jobs wait for ever", fix)
     return ok("Slurm", f"{release}, nodes: {text}")
+
+
+def installed(package: str) -> str | None:
+    """Returns a package's version; None where there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def check_versions() -> Iterator[Finding]:
+    """Yields versions that do not go together."""
+    yield from packages(installed)
+    yield from kernel(platform.release())
+    yield from overwritten_files(_files())
+
+
+def packages(of: Installed) -> Iterator[Finding]:
+    """Yields pairs of Python packages."""
+    board, tools, torch = of("tensorboard"), of("setuptools"), of("torch")
+    if board and tools and numbers(board)[:2] <= TENSORBOARDS_LAST and numbers(tools) >= SETUPTOOLS_FIRST:
+        effect = "tensorboard ends with: No module named 'pkg_resources'"
+        fix = pip("setuptools<82", "tensorboard")
+        yield Finding(VERSIONS, "warning", f"tensorboard {board} beside setuptools {tools}", effect, fix)
+    for name in ("torchvision", "torchaudio"):
+        other = of(name)
+        if torch and other and incompatible_builds(build(torch), build(other), platform.machine()):
+            text = f"{name} {other} beside torch {torch}: of another build"
+            effect = f"import {name} fails: an operator does not exist, or a library is not found"
+            fix = pip("--force-reinstall", "--no-deps", name, *index(build(torch)))
+            yield Finding(VERSIONS, "warning", text, effect, fix)
+
+
+def build(version_text: str) -> str:
+    """Returns what a version says of its build; those on PyPI say nothing.
+
+    >>> build("2.13.0+cpu"), build("0.28.0+cu130"), build("2.13.0")
+    ('cpu', 'cu130', '')
+    """
+    return version_text.partition("+")[2]
+
+
+def incompatible_builds(one: str, other: str, machine: str) -> bool:
+    """Whether two builds cannot work together: for the CPU and for CUDA, or for CUDA 12 and 13.
+
+    >>> [incompatible_builds("cpu", "", machine) for machine in ("x86_64", "aarch64")]
+    [True, False]
+    >>> [incompatible_builds(one, other, "x86_64") for one, other in (("", "cu130"), ("cu126", "cu130"))]
+    [False, True]
+    """
+    on_pypi = "cu" if machine == "x86_64" else "cpu"  # of which CUDA is not told
+    one, other = (each[: len("cu12")] if each.startswith("cu") else each or on_pypi for each in (one, other))
+    return one != other and ("cpu" in {one, other} or "cu" not in {one, other})
+
+
+def index(of: str) -> list[str]:
+    """Returns where pip finds a build; PyPI has the one without a word for it."""
+    return ["--index-url", f"https://download.pytorch.org/whl/{of}"] if of else []
+
+
+def numbers(version_text: str) -> tuple[int, ...]:
+    """Returns the numbers of a release.
+
+    >>> numbers("2.11.0a0+git1")
+    (2, 11, 0)
+    """
+    found = re.match(r"\d+(\.\d+)*", version_text)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def kernel(release: str) -> Iterator[Finding]:
+    if (0,) < numbers(release)[:2] < OLDEST_LINUX:
+        effect = "processes may hang, as accelerate warns"
+        fix = as_root("apt-get install --only-upgrade linux-image-generic") + "  # or your distribution's; then reboot"
+        yield Finding(VERSIONS, "note", f"Linux {release} is older than 5.5", effect, fix)
+
+
+def _files() -> dict[str, set[str]]:
+    """Returns the libraries of each of NVIDIA's packages."""
+    names = {one.metadata["Name"] for one in distributions() if (one.metadata["Name"] or "").startswith("nvidia-")}
+    return {name: {str(file) for file in distribution(name).files or () if ".so" in file.name} for name in names}
+
+
+def overwritten_files(files: Mapping[str, set[str]]) -> Iterator[Finding]:
+    """Yields packages that have written each other's files."""
+    names = sorted(files)
+    for place, first in enumerate(names):
+        for second in names[place + 1 :]:
+            if both := files[first] & files[second]:
+                text = f"{first} and {second} both wrote {min(both)}"
+                effect = "torch loads whichever was installed last: calls fail, or crash in native code"
+                keep = second if re.search(rf"-cu{cuda_of_torch()[0] or 0}$", second) else first
+                drop = first if keep == second else second
+                fix = f"{python()} -m pip uninstall -y {drop} && {pip('--force-reinstall', '--no-deps', keep)}"
+                yield Finding(VERSIONS, "warning", text, effect, fix)
+
+
+def cuda_of_torch() -> tuple[int, ...]:
+    """Returns the CUDA that torch was built for, (0,) for none; from its file, since importing torch takes long."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return (0,)
+    try:
+        text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return (0,)
+    line = re.search(r"^cuda\b[^=]*= *'([\d.]+)'", text, re.MULTILINE)
+    return numbers(line[1]) if line else (0,)
+
+
+def with_driver(cuda: tuple[int, ...], driver: str, capabilities: Mapping[str, str]) -> Iterator[Finding]:
+    """Yields what torch's CUDA, the driver and the GPUs make of each other.
+
+    Args:
+        cuda: that torch was built for: (13, 0).
+        driver: its version: "550.54.15".
+        capabilities: of each kind of GPU, its compute capability: "9.0".
+    """
+    name_of_cuda, oldest = ".".join(map(str, cuda)), DRIVERS.get(cuda[0])
+    if oldest and (0,) < numbers(driver) < (oldest,):
+        effect = "torch.cuda.is_available() is False, or: 'the NVIDIA driver on your system is too old'"
+        fix = pip("--force-reinstall", "torch", *index(_for(driver)))
+        text = f"torch for CUDA {name_of_cuda} wants driver {oldest} or newer, and this one is {driver}"
+        yield Finding(VERSIONS, "error", text, effect, fix + "  # or a newer driver")
+    for name, capability in capabilities.items():
+        known = numbers(capability)
+        too_old, too_new = cuda >= (13,) and known < TURING, cuda < FIRST_WITH_BLACKWELL and known >= BLACKWELL
+        if cuda[0] and known and (too_old or too_new):
+            text = f"torch for CUDA {name_of_cuda} has no kernels for {name} (compute capability {capability})"
+            effect = "every call ends with: 'no kernel image is available for execution on the device'"
+            fix = pip("--force-reinstall", "torch", *index("cu126" if too_old else "cu128"))
+            yield Finding(VERSIONS, "error", text, effect, fix)
+
+
+def _for(driver: str) -> str:
+    """Returns the build that a driver can run."""
+    return "cu126" if numbers(driver) >= (DRIVERS[12],) else "cpu"

@@ -14,10 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from samestep.doctor.finding import Finding, ok
 from samestep.doctor.fixes import pip, python, samestep
-from samestep.doctor.line import Finding, ok
-from samestep.doctor.pairs import cuda_of_torch
-from samestep.doctor.software import visible_gpus
+from samestep.doctor.software import cuda_of_torch, visible_gpus
 from samestep.errors import SamestepError
 from samestep.launch.hosts import mpiexec
 from samestep.rankenv import fresh_environment, variable
@@ -30,12 +29,12 @@ BUILT = "torch's backends"
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGKILL, signal.SIGILL, signal.SIGFPE)
 SIGNALS = {int(number): number.name for number in CRASHES}
 REASONS = {int(signal.SIGBUS): ": /dev/shm is full", int(signal.SIGKILL): ": out of memory, or by hand"}
-PATIENCE = 60.0  # seconds for torch to be imported on a busy machine, and some steps
+TIMEOUT = 60.0  # seconds for torch to be imported on a busy machine, and some steps
 HANGS = "20"  # seconds after which it is told where a rank stands
-PATIENCE_OF_MPI = 40.0  # seconds; nobody there tells of a hang
+MPI_TIMEOUT = 40.0  # seconds; nobody there tells of a hang
 
 
-def look() -> Iterator[Finding]:
+def check() -> Iterator[Finding]:
     """Yields a line for each backend."""
     gpus = visible_gpus()
     ours = ["gloo", "samestep", *(["nccl"] if gpus and cuda_of_torch() != (0,) else [])]  # else torch's line says so
@@ -60,7 +59,7 @@ def _run(folder: Path, backends: Sequence[str], ranks: int) -> Iterator[Finding]
         options = ["-n", str(ranks), "--run-dir", f"{place}.run", "--json", f"{place}.json", "--no-events"]
         options += ["--hang-after", HANGS, "--on-hang", "stop"]
         words = [sys.executable, "-P", "-m", "samestep", "run", *options, "-m", PROGRAM, f"{place}.steps", *left]
-        said = _said(words, PATIENCE)
+        said = _said(words, TIMEOUT)
         taken = read_steps(Path(f"{place}.steps"))
         steps += taken
         if len(taken) < len(left):
@@ -80,26 +79,26 @@ def _mpi(folder: Path) -> Iterator[Finding]:
         command = mpiexec.command(2, [sys.executable, "-P", "-m", PROGRAM, str(found), "mpi"])
     except SamestepError:
         return  # said of the software already
-    said = _said(command, PATIENCE_OF_MPI)
+    said = _said(command, MPI_TIMEOUT)
     for line in judge(["mpi"], read_steps(found), {"mpi": said}):
         effect = "training over MPI fails; over gloo it does not"
         yield line if line.level == "ok" else Finding(line.check, "warning", line.text, effect, line.fix)
 
 
-def _said(words: Sequence[str], patience: float) -> str:
+def _said(words: Sequence[str], timeout: float) -> str:
     """Runs a command; returns its last line of an error, or why there is none."""
     try:
         done = subprocess.run(
             words,
             capture_output=True,
             text=True,
-            timeout=patience,
+            timeout=timeout,
             check=False,
             errors="replace",
             env=fresh_environment(),
         )
     except subprocess.TimeoutExpired:
-        return f"did not end within {patience:.0f} s"
+        return f"did not end within {timeout:.0f} s"
     except OSError as error:
         return f"cannot be started: {error}"
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
@@ -180,6 +179,6 @@ def built(steps: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     """Yields what torch's own libraries are, as the rank that took a step has found them."""
     if steps:
         found = steps[-1]
-        told = [f"gloo of {found['torch']}", f"NCCL {found['nccl']}" if found["nccl"] else "no NCCL"]
-        told.append("MPI" if found["mpi"] else "no MPI of its own: mpi4py carries it")
-        yield ok(BUILT, f"{', '.join(told)}; {found['openmp']}; {found['threads']} threads a rank")
+        libraries = [f"gloo of {found['torch']}", f"NCCL {found['nccl']}" if found["nccl"] else "no NCCL"]
+        libraries.append("MPI" if found["mpi"] else "no MPI of its own: mpi4py carries it")
+        yield ok(BUILT, f"{', '.join(libraries)}; {found['openmp']}; {found['threads']} threads a rank")

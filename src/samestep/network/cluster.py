@@ -1,4 +1,4 @@
-"""A cluster as a file says it: what stands where, what lies between, and what the network looks like.
+"""A cluster as its file describes it: hosts and devices, the links between them, and the network.
 
     [nodes]
     count = 16                   # hosts
@@ -21,32 +21,45 @@
     placement = "linear"         # random, snake, circuit
     routing = "minimal"          # ecmp, valiant
 
-A message between hosts takes the latency that the file says as long as it passes the fewest links there are, two from
-host to switch and on to a host, one where hosts are wired to each other, and `hop` for every further one. Where there
-are switches, links among them are as wide as a host's NICs together: what is not oversubscribed is so with any number.
+    kind           numbers of its own                              hosts
+    switch                                                         nodes.count
+    ring                                                           nodes.count
+    torus          dims = [16, 16]                                 their product
+    fat-tree       hosts on a leaf, leaves, oversubscription       hosts x leaves; as many leaves as are needed
+                   or ports of three levels' switches              k^3/4 where nothing is oversubscribed
+    dragonfly      p, a, h, g                                      p a g, g = a h + 1 unless given
+    slim-fly       q, p                                            2 q^2 p
+
+A message between hosts takes the latency of the file as long as it passes the fewest links there are, two from host to
+switch and on to a host, one where hosts are wired to each other, and `hop` for every further one. Where there are
+switches, links among them are as wide as a host's NICs together: what is not oversubscribed is so with any number.
 """
 
 from __future__ import annotations
 
 import math
-import tomllib
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from samestep import parsing
 from samestep.errors import UsageError
-from samestep.network import kinds
 from samestep.network import placement as placements
 from samestep.network.links import Link, Links
 from samestep.network.placement import Placement
-from samestep.network.reading import check_keys, read_name, read_positive, read_whole, section
 from samestep.network.routing import ECMP, MINIMAL, Routing, valiant
-from samestep.network.topologies.switch import Switch
-from samestep.network.topologies.topology import Topology
-from samestep.network.units import read_bandwidth, read_bytes, read_seconds
+from samestep.network.topologies.dragonfly import Dragonfly
+from samestep.network.topologies.fat_tree import leaf_spine, of_ports
+from samestep.network.topologies.slim_fly import SlimFly
+from samestep.network.topologies.topology import LinkTypes, Switch, Topology
+from samestep.network.topologies.torus import Torus
+from samestep.parsing import BANDWIDTH, BYTES, TIME, one_of, positive, quantity, read, whole
 
 __all__: list[str] = []
+
+_KINDS = ("switch", "ring", "torus", "fat-tree", "dragonfly", "slim-fly")
+_MOST_LINKS = 100_000_000  # a few arrays of one number for each fit, of 0.8 GB
+_MOST = 10_000_000  # ranks: what is a few numbers for each still fits a machine's memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +69,8 @@ class Cluster:
     Attributes:
         nodes: hosts that may be used.
         devices: on each host; a rank for each.
-        links: as if all hosts stood at one switch.
-        topology: what they stand at.
+        links: as if all hosts were connected to one switch.
+        topology: what they are connected to.
         memory: bytes of a device.
         speed: of a device, relative to the one that was profiled.
         placement: "linear", "random", "snake" or "circuit".
@@ -104,26 +117,6 @@ class Cluster:
         along = placements.random if self.placement == "random" else placements.circuit
         return along(self.topology, ranks, self.seed)
 
-    def dumps(self) -> str:
-        r"""Returns a file that says the same; numbers are rounded to 12 digits.
-
-        Raises:
-            UsageError: no file can say it, such as a fat tree of four levels.
-
-        Example:
-            >>> one = parse('nodes.count = 4\nlinks.between = { latency = "5 us", bandwidth = "10 Gbit/s" }')
-            >>> print(one.dumps())
-            [nodes]
-            count = 4
-            devices = 1
-            [links]
-            between = { latency = "5 us", bandwidth = "1.25 GB/s" }
-        """
-        text = "\n".join(_lines(self))
-        if parse(text) != self:
-            raise UsageError(f"a file cannot say what this cluster is ({self}): keep the code that makes it")
-        return text
-
     def __str__(self) -> str:
         hosts = f"{self.nodes} hosts of {self.devices} devices" if self.nodes > 1 else f"{self.devices} devices"
         return f"{hosts}, {self.topology.name}; {self.links}" if self.nodes > 1 else f"{hosts}; {self.links}"
@@ -133,19 +126,9 @@ def load(path: str | Path) -> Cluster:
     """Returns the cluster of a file.
 
     Raises:
-        UsageError: it is missing or no TOML; has a section or key that is unknown, or a value that cannot be.
+        UsageError: it is missing or not TOML; has a section or key that is unknown, or a value that cannot be.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UsageError(
-            f"{path}: no such file: `samestep bench links --write {path}` measures and writes one"
-        ) from None
-    except IsADirectoryError:
-        raise UsageError(f"{path} is a folder: give the cluster's file in it") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from None
-    return parse(text, str(path))
+    return parse(parsing.read_text(path, f"`samestep bench links --write {path}` measures and writes one"), str(path))
 
 
 def parse(text: str, source: str = "cluster.toml") -> Cluster:
@@ -158,12 +141,7 @@ def parse(text: str, source: str = "cluster.toml") -> Cluster:
     Raises:
         UsageError: as :func:`load`.
     """
-    try:
-        given = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{source} is not valid TOML: {str(error)[:1].lower()}{str(error)[1:]}") from None
-    except (RecursionError, ValueError):  # Python's own limits: of lists in lists, and of digits
-        raise UsageError(f"{source}: its numbers are too long, or its lists too deep") from None
+    given = parsing.parse_toml(text, source)
     try:
         return _cluster(given, text)
     except UsageError as error:
@@ -172,16 +150,183 @@ def parse(text: str, source: str = "cluster.toml") -> Cluster:
         raise UsageError(f"{source}: one of its numbers is too large to compute with") from None
 
 
-def _cluster(given: Mapping[str, Any], text: str) -> Cluster:
-    check_keys(given, ("nodes", "links", "network"), "the file")
-    nodes = section(given, "nodes", ("count", "devices", "memory", "speed"))
-    links = section(given, "links", ("inside", "between", "shared", "adding", "nics", "crowded"))
-    network = section(given, "network", ("kind", "hop", "placement", "routing", "seed", "parts", *kinds.NUMBERS))
-    count, devices = read_whole(nodes, "nodes.count", 1), read_whole(nodes, "nodes.devices", 1)
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    nodes: dict[str, Any] = field(metadata=read(parsing.table), default_factory=dict)
+    links: dict[str, Any] = field(metadata=read(parsing.table), default_factory=dict)
+    network: dict[str, Any] = field(metadata=read(parsing.table), default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Nodes:
+    count: int = field(metadata=read(whole(1)), default=1)
+    devices: int = field(metadata=read(whole(1)), default=1)
+    memory: float = field(metadata=read(quantity(BYTES)), default=math.inf)
+    speed: float = field(metadata=read(positive), default=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Link:
+    latency: float = field(metadata=read(quantity(TIME)))
+    bandwidth: float = field(metadata=read(quantity(BANDWIDTH)))
+
+
+def _read_link(value: Any, name: str) -> Link:
+    if not isinstance(value, dict):
+        raise UsageError(f'{name} is {value!r:.40}: give {{ latency = "5 us", bandwidth = "10 Gbit/s" }}')
+    link = parsing.load(_Link, value, name)
+    return Link(link.latency, link.bandwidth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Links:
+    inside: Link | None = field(metadata=read(_read_link), default=None)
+    between: Link | None = field(metadata=read(_read_link), default=None)
+    shared: Link | None = field(metadata=read(_read_link), default=None)
+    adding: float = field(metadata=read(quantity(BANDWIDTH)), default=math.inf)
+    nics: int = field(metadata=read(whole(1)), default=1)
+    crowded: float = field(metadata=read(positive), default=1)
+
+    def links(self, count: int, devices: int) -> Links:
+        """Between hosts and inside them; with one device on each host, the one kind there is."""
+        if count > 1 and self.between is None:
+            raise UsageError(f"there are {count} hosts and no links.between: give its latency and bandwidth")
+        if devices > 1 and self.inside is None:
+            raise UsageError(
+                f"there are {devices} devices on a host and no links.inside: give its latency and bandwidth"
+            )
+        inside = self.inside or self.between or Link(0.0, math.inf)
+        both = count > 1 and devices > 1
+        return Links(
+            inside if devices > 1 or self.between is None else self.between,
+            self.between if both else None,
+            devices if both else None,
+            adding_bytes_per_s=self.adding,
+            nics=self.nics,
+            crowded=self.crowded,
+        )
+
+
+def _read_dims(value: Any, name: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in value):
+        raise UsageError(f"{name} is {value!r:.40}: give the hosts in each dimension, such as [16, 16]")
+    return tuple(value)
+
+
+def _read_oversubscription(value: Any, name: str) -> int:
+    text = str(value).removesuffix(":1")
+    if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
+        raise UsageError(f'{name} is {value!r:.40}: give a whole number such as 2, or "2:1"')
+    return int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Network:
+    kind: str = field(metadata=read(one_of(_KINDS)), default="switch")
+    hop: float = field(metadata=read(quantity(TIME)), default=0.0)
+    placement: str = field(metadata=read(one_of(["linear", "random", "snake", "circuit"])), default="linear")
+    routing: str = field(metadata=read(one_of(["minimal", "ecmp", "valiant"])), default="minimal")
+    seed: int = field(metadata=read(whole(0)), default=0)
+    parts: int | None = field(metadata=read(whole(1)), default=None)
+    dims: tuple[int, ...] | None = field(metadata=read(_read_dims), default=None)
+    hosts: int | None = field(metadata=read(whole(1)), default=None)
+    leaves: int | None = field(metadata=read(whole(1)), default=None)
+    ports: int | None = field(metadata=read(whole(2)), default=None)
+    oversubscription: int | None = field(metadata=read(_read_oversubscription), default=None)
+    p: int | None = field(metadata=read(whole(1)), default=None)
+    a: int | None = field(metadata=read(whole(1)), default=None)
+    h: int | None = field(metadata=read(whole(1)), default=None)
+    g: int | None = field(metadata=read(whole(1)), default=None)
+    q: int | None = field(metadata=read(whole(1)), default=None)
+
+    def topology(self, count: int, devices: int, links: Links) -> Topology:
+        """The network, of `count` hosts that are used: a switch or ring has no more."""
+        for name in (name for names in _NUMBERS.values() for name in names):
+            if getattr(self, name) is not None and name not in _NUMBERS[self.kind]:
+                kinds = " or ".join(kind for kind, names in _NUMBERS.items() if name in names)
+                raise UsageError(f"network.{name} is of a {kinds}, and kind is {self.kind}: leave it out")
+        link_types = self._link_types(devices, links)
+        match self.kind:
+            case "ring":
+                return Torus(link_types, (count,))
+            case "torus":
+                return Torus(link_types, self._needed("dims"))
+            case "fat-tree":
+                return self._fat_tree(link_types, count)
+            case "dragonfly":
+                p, a, h = map(self._needed, ("p", "a", "h"))
+                return Dragonfly(link_types, p, a, h, self.g or 0)
+            case "slim-fly":
+                return SlimFly(link_types, self._needed("q"), self.p or 0)
+            case _:
+                return Switch(link_types, count)
+
+    def route(self) -> Routing:
+        """Of messages between hosts."""
+        if self.parts is not None and self.routing != "valiant":
+            raise UsageError(f"network.parts is of valiant routing, and routing is {self.routing}: leave it out")
+        if self.routing == "valiant":
+            return valiant(self.seed, self.parts or 1)
+        return ECMP if self.routing == "ecmp" else MINIMAL
+
+    def _link_types(self, devices: int, links: Links) -> LinkTypes:
+        """All alike, as wide as a host's NICs together; between hosts that are routers, as one."""
+        across, fewest = links.across(), 1 if self.kind in ("ring", "torus") else 2
+        if fewest * self.hop > across.latency_s:
+            raise UsageError(
+                f"network.hop is {self.hop} s, and a message passes {fewest} links at least in {across.latency_s} s: "
+                "give less"
+            )
+        return LinkTypes(
+            Link(self.hop, across.bytes_per_s * (1 if fewest == 1 else links.nics)),
+            intra_host=links.inside,
+            ranks_per_host=devices,
+            overhead_s=across.latency_s - fewest * self.hop,
+        )
+
+    def _needed(self, name: str) -> Any:
+        value = getattr(self, name)
+        if value is None:
+            raise UsageError(f"a {self.kind} needs network.{name}")
+        return value
+
+    def _fat_tree(self, link_types: LinkTypes, count: int) -> Topology:
+        """Of leaves and spines, with `hosts` on a leaf; or of three levels of switches with so many `ports`."""
+        over = self.oversubscription or 1
+        if self.ports is not None:
+            for name in ("hosts", "leaves"):
+                if getattr(self, name) is not None:
+                    raise UsageError(f"network.ports and network.{name} are both given: leave one of them out")
+            return of_ports(link_types, self.ports, over)
+        if self.hosts is None:
+            raise UsageError("a fat-tree needs network.hosts, how many are on a leaf, or network.ports of its switches")
+        if self.hosts % over:
+            raise UsageError(
+                f"{self.hosts} hosts on a leaf are not oversubscribed {over}:1: give a divisor of {self.hosts}"
+            )
+        return leaf_spine(link_types, self.leaves or -(-count // self.hosts), self.hosts, self.hosts // over)
+
+
+_NUMBERS: dict[str, tuple[str, ...]] = {
+    "switch": (),
+    "ring": (),
+    "torus": ("dims",),
+    "fat-tree": ("hosts", "leaves", "ports", "oversubscription"),
+    "dragonfly": ("p", "a", "h", "g"),
+    "slim-fly": ("q", "p"),
+}
+
+
+def _cluster(given: dict[str, Any], text: str) -> Cluster:
+    file = parsing.load(_File, given, "", "the file")
+    nodes = parsing.load(_Nodes, file.nodes, "nodes", "[nodes]")
+    between = parsing.load(_Links, file.links, "links", "[links]")
+    network = parsing.load(_Network, file.network, "network", "[network]")
+    count, devices = nodes.count, nodes.devices
     if count * devices > _MOST:
         raise UsageError(f"{count} hosts of {devices} devices are {count * devices} ranks: give {_MOST} at most")
-    ways = _links(links, count, devices)
-    topology = kinds.topology(network, count, devices, ways)
+    links = between.links(count, devices)
+    topology = network.topology(count, devices, links)
     if topology.links > _MOST_LINKS:
         raise UsageError(f"{topology.name} has {topology.links} links: give {_MOST_LINKS} at most")
     if count > topology.hosts:
@@ -191,95 +336,13 @@ def _cluster(given: Mapping[str, Any], text: str) -> Cluster:
     return Cluster(
         nodes=count,
         devices=devices,
-        links=ways,
+        links=links,
         topology=topology,
-        memory=read_bytes(nodes["memory"], "nodes.memory") if "memory" in nodes else math.inf,
-        speed=read_positive(nodes.get("speed", 1.0), "nodes.speed"),
-        placement=read_name(network.get("placement", "linear"), _PLACEMENTS, "network.placement"),
-        seed=read_whole(network, "network.seed", 0),
-        routing=_routing(network),
-        shared=_link(links["shared"], "links.shared") if "shared" in links else None,
+        memory=nodes.memory,
+        speed=nodes.speed,
+        placement=network.placement,
+        seed=network.seed,
+        routing=network.route(),
+        shared=between.shared,
         text=text,
     )
-
-
-def _links(given: Mapping[str, Any], count: int, devices: int) -> Links:
-    inside, between = (_link(given[name], f"links.{name}") if name in given else None for name in ("inside", "between"))
-    if count > 1 and between is None:
-        raise UsageError(f"there are {count} hosts and no links.between: give its latency and bandwidth")
-    if devices > 1 and inside is None:
-        raise UsageError(f"there are {devices} devices on a host and no links.inside: give its latency and bandwidth")
-    one = inside or between or Link(0.0, math.inf)
-    return Links(
-        one if devices > 1 or between is None else between,
-        between if count > 1 and devices > 1 else None,
-        devices if count > 1 and devices > 1 else None,
-        adding_bytes_per_s=read_bandwidth(given["adding"], "links.adding") if "adding" in given else math.inf,
-        nics=read_whole(given, "links.nics", 1),
-        crowded=read_positive(given.get("crowded", 1.0), "links.crowded"),
-    )
-
-
-def _link(given: Any, where: str) -> Link:
-    if not isinstance(given, dict):
-        raise UsageError(f'{where} is {given!r}: give {{ latency = "5 us", bandwidth = "10 Gbit/s" }}')
-    check_keys(given, ("latency", "bandwidth"), where)
-    for key in ("latency", "bandwidth"):
-        if key not in given:
-            raise UsageError(f"{where} lacks its {key}")
-    return Link(
-        read_seconds(given["latency"], f"{where}.latency"), read_bandwidth(given["bandwidth"], f"{where}.bandwidth")
-    )
-
-
-_PLACEMENTS = ("linear", "random", "snake", "circuit")
-_MOST_LINKS = 100_000_000  # a few arrays of one number for each fit, of 0.8 GB
-_MOST = 10_000_000  # ranks: what is a few numbers for each still fits a machine's memory
-
-
-def _routing(given: Mapping[str, Any]) -> Routing:
-    name = read_name(given.get("routing", "minimal"), ("minimal", "ecmp", "valiant"), "network.routing")
-    if "parts" in given and name != "valiant":
-        raise UsageError(f"network.parts is of valiant routing, and routing is {name}: leave it out")
-    if name == "valiant":
-        return valiant(read_whole(given, "network.seed", 0), read_whole(given, "network.parts", 1))
-    return ECMP if name == "ecmp" else MINIMAL
-
-
-def _lines(cluster: Cluster) -> Iterator[str]:
-    yield from ("[nodes]", f"count = {cluster.nodes}", f"devices = {cluster.devices}")
-    if cluster.memory < math.inf:
-        yield f'memory = "{cluster.memory:.12g} B"'
-    if cluster.speed != 1.0:
-        yield f"speed = {cluster.speed!r}"
-    links = cluster.links
-    named = {"inside": links.inside, "between": links.between, "shared": cluster.shared}
-    if cluster.nodes > 1 and cluster.devices == 1:
-        named |= {"inside": None, "between": links.inside}
-    yield "[links]"
-    for name, link in named.items():
-        if link is not None and link.bytes_per_s < math.inf:
-            latency, bandwidth = f"{link.latency_s * 1e6:.12g} us", f"{link.bytes_per_s / 1e9:.12g} GB/s"
-            yield f'{name} = {{ latency = "{latency}", bandwidth = "{bandwidth}" }}'
-    if links.adding_bytes_per_s < math.inf:
-        yield f'adding = "{links.adding_bytes_per_s / 1e9:.12g} GB/s"'
-    if links.nics > 1:
-        yield f"nics = {links.nics}"
-    if links.crowded < 1:
-        yield f"crowded = {links.crowded!r}"
-    yield from _network_lines(cluster)
-
-
-def _network_lines(cluster: Cluster) -> Iterator[str]:
-    hop, routing = cluster.topology.cables.between.latency_s, cluster.routing
-    numbers = {
-        **kinds.said(cluster.topology),
-        **({"hop": f'"{hop * 1e6:.12g} us"'} if hop else {}),
-        **({"placement": f'"{cluster.placement}"'} if cluster.placement != "linear" else {}),
-        **({"routing": f'"{routing.name}"'} if routing != MINIMAL else {}),
-        **({"seed": cluster.seed} if cluster.seed else {}),
-        **({"parts": routing.parts} if routing.parts > 1 else {}),
-    }
-    if numbers:
-        yield "[network]"
-        yield from (f"{name} = {value}" for name, value in numbers.items())

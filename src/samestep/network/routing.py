@@ -19,14 +19,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from samestep.errors import UsageError
-from samestep.network.topologies.topology import Hop, Legs, Topology
+from samestep.network.messages import Floats, Ints
+from samestep.network.topologies.topology import Hop, Segments, Topology
 from samestep.seeding import GOLDEN, derive_seed, splitmix64
-
-if TYPE_CHECKING:
-    from samestep.network.topologies.topology import Ints
 
 __all__: list[str] = []
 
@@ -37,33 +36,33 @@ class Routing:
 
     Attributes:
         name: of the choice.
-        every: split evenly over all ways that are equally short.
+        split: evenly over all ways that are equally short.
         seed: of the random switches that messages go by; where None, they go straight.
         parts: equal ones that each message is cut into, each with a random switch of its own.
     """
 
     name: str
-    every: bool = False
+    split: bool = False
     seed: int | None = None
     parts: int = 1
 
     @property
     def splits(self) -> bool:
         """Whether a message may go several ways at once."""
-        return self.every or self.parts > 1
+        return self.split or self.parts > 1
 
-    def legs(self, topology: Topology, sources: Ints, targets: Ints) -> list[Legs]:
-        """Returns the ways of each part of messages between hosts, from router to router: one leg, or two a part."""
-        each = topology.concentration
-        straight = Legs(sources // each, targets // each, targets)
+    def segments(self, topology: Topology, sources: Ints, targets: Ints) -> list[Segments]:
+        """Returns the ways of each part of messages between hosts, from router to router."""
+        each = topology.hosts_per_router
+        straight = Segments(sources // each, targets // each, targets)
         if self.seed is None:
             return [straight]
         draws = (_draws(self.seed, part, sources, targets) for part in range(self.parts))
-        return [leg for draw in draws for leg in topology.detour(straight, draw)]
+        return [segment for draw in draws for segment in topology.via_random(straight, draw)]
 
 
 MINIMAL = Routing("minimal")
-ECMP = Routing("ecmp", every=True)
+ECMP = Routing("ecmp", split=True)
 
 
 def valiant(seed: int = 0, parts: int = 1) -> Routing:
@@ -91,16 +90,56 @@ def hops(topology: Topology, routing: Routing, sources: Ints, targets: Ints) -> 
 
     The hops of one message come in their order.
     """
-    import numpy as np
-
     everyone, whole = np.arange(len(sources)), np.ones(len(sources))
-    if not topology.direct:
+    if not topology.hosts_are_routers:
         yield Hop(everyone, sources, whole)
-    for legs in routing.legs(topology, sources, targets):
-        for hop in topology.between(legs, every=routing.every):
-            yield Hop(hop.messages, hop.links + topology.first_of_fabric, hop.shares / routing.parts)
-    if not topology.direct:
+    for segments in routing.segments(topology, sources, targets):
+        for hop in topology.hops(segments, split=routing.split):
+            yield Hop(hop.messages, hop.links + topology.first_router_link, hop.shares / routing.parts)
+    if not topology.hosts_are_routers:
         yield Hop(everyone, topology.hosts + targets, whole)
+
+
+def link_loads(
+    topology: Topology, routing: Routing, sources: Ints, targets: Ints, nbytes: Floats
+) -> tuple[Floats, Floats]:
+    """Returns the bytes that messages between hosts put on each link, and the latency of each, overhead included.
+
+        hosts 0 and 1 send 6 bytes each                     link 0 ──▶ switch a      6
+        to hosts 2 and 3, across one cable                       1 ──▶ switch a      6
+                                                            switch a ──▶ switch b   12  ◀── takes longest
+          0 ─┐             ┌─ 2                                switch b ──▶ 2        6
+             a ─────────── b                                   switch b ──▶ 3        6
+          1 ─┘             └─ 3
+
+    Args:
+        topology: of the hosts.
+        routing: which ways they take.
+        sources: the host that each message comes from.
+        targets: the host that each goes to, never the same.
+        nbytes: of each.
+
+    Example:
+        >>> from samestep.network.links import Link
+        >>> from samestep.network.topologies.topology import LinkTypes
+        >>> from samestep.network.topologies.torus import ring
+        >>> network = ring(LinkTypes(Link(1e-6, 50e9)), 5)
+        >>> loads, latencies = link_loads(network, MINIMAL, np.array([0]), np.array([2]), np.array([8.0]))
+        >>> [network.ends(int(link)) for link in loads.nonzero()[0]], float(latencies[0])
+        ([(0, 1), (1, 2)], 2e-06)
+    """
+    total = np.zeros(topology.links)
+    latencies = np.full(len(sources), topology.link_types.overhead_s)
+    if not topology.hosts_are_routers:
+        hosts = topology.hosts
+        total[:hosts] = np.bincount(sources, nbytes, hosts)
+        total[hosts : 2 * hosts] = np.bincount(targets, nbytes, hosts)
+        latencies += 2 * topology.link_types.port.latency_s
+    for segments in routing.segments(topology, sources, targets):
+        on_links, on_the_way = topology.link_loads(segments, nbytes / routing.parts, split=routing.split)
+        total[topology.first_router_link :] += on_links
+        latencies += on_the_way / routing.parts
+    return total, latencies
 
 
 def flow(topology: Topology, routing: Routing, source: int, target: int) -> dict[int, float]:
@@ -111,14 +150,12 @@ def flow(topology: Topology, routing: Routing, source: int, target: int) -> dict
 
     Example:
         >>> from samestep.network.links import Link
-        >>> from samestep.network.topologies.cables import Cables
+        >>> from samestep.network.topologies.topology import LinkTypes
         >>> from samestep.network.topologies.fat_tree import leaf_spine
-        >>> tree = leaf_spine(Cables(Link(1e-6, 25e9)), leaves=2, hosts=2, spines=2)
+        >>> tree = leaf_spine(LinkTypes(Link(1e-6, 25e9)), leaves=2, hosts=2, spines=2)
         >>> flow(tree, ECMP, 0, 3)
         {0: 1.0, 8: 0.5, 9: 0.5, 14: 0.5, 15: 0.5, 7: 1.0}
     """
-    import numpy as np
-
     _check(topology, source, target)
     shares: dict[int, float] = defaultdict(float)
     if source != target:
@@ -132,16 +169,14 @@ def path(topology: Topology, routing: Routing, source: int, target: int) -> list
     """Returns the vertices on the way of a message that is not split.
 
     >>> from samestep.network.links import Link
-    >>> from samestep.network.topologies.cables import Cables
+    >>> from samestep.network.topologies.topology import LinkTypes
     >>> from samestep.network.topologies.torus import Torus
-    >>> path(Torus(Cables(Link(1e-6, 50e9)), (3, 4)), MINIMAL, 0, 10)
+    >>> path(Torus(LinkTypes(Link(1e-6, 50e9)), (3, 4)), MINIMAL, 0, 10)
     [0, 1, 2, 10]
 
     Raises:
         UsageError: a host that the topology has not, or a routing that splits.
     """
-    import numpy as np
-
     if routing.splits:
         raise UsageError(f"{routing.name} splits a message over several paths: ask for its flow")
     _check(topology, source, target)
@@ -158,8 +193,6 @@ def _check(topology: Topology, *hosts: int) -> None:
 
 def _draws(seed: int, part: int, sources: Ints, targets: Ints) -> Ints:
     """A random number of 62 bits for each pair: splitmix64 of both, which hangs on nothing else."""
-    import numpy as np
-
     state = np.full(len(sources), derive_seed(seed, "valiant", part), dtype=np.uint64)
     for hosts in (sources, targets):
         state = splitmix64((state ^ hosts.astype(np.uint64)) + np.uint64(GOLDEN))

@@ -1,25 +1,38 @@
-"""What a cluster offers to a way of using it: all-reduces among replicas, and messages between stages.
+"""What a cluster does for a way of using it: all-reduces among replicas, and messages from stage to stage.
 
-4 hosts of 4 devices, replicas of 2 stages     ranks of a replica are neighbours, so the replicas' sums go
-  host 0   0a 0b 1a 1b                         from every second device to every second device: two sums at once
+4 hosts of 4 devices, replicas of 2 stages     ranks of a replica are neighbours, so the replicas' all-reduces go
+  host 0   0a 0b 1a 1b                         from every second device to every second device: two at once
   host 1   2a 2b 3a 3b                         through each host's NIC, which has half its bandwidth for either
+
+All stages sum their gradients at once, each among every so-many-th rank, and share the hosts' ports. What takes longest
+to count, double trees and a server on every rank, is left out beyond FEW ranks. In the memory of one host, whose
+bandwidth all its ranks share, runs samestep's own all-reduce.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from samestep.network import formulas
-from samestep.network.links import Link, Links
+import numpy as np
+
+from samestep.collectives.choose import all_reduces
+from samestep.collectives.plan import Plan
+from samestep.network.cluster import Cluster
+from samestep.network.links import Link
+from samestep.network.messages import Messages, remap, send
+from samestep.network.pricing import CollectivePrice, PlacedNetwork, price_lines
 
 __all__: list[str] = []
 
+FEW = 256  # ranks up to which every all-reduce is counted
+DOUBLE_TREE = "double tree"
+CHUNKS = (1, 2, 4, 8, 16, 32, 64)  # near the best number seconds are flat: half or twice of it costs a few per cent
+
 
 @dataclass(frozen=True)
-class Sum:
+class AllReduceOption:
     """An all-reduce that could be taken.
 
     Attributes:
@@ -31,63 +44,123 @@ class Sum:
     link: Link
 
 
-class Fabric(Protocol):
-    """What carries messages between ranks."""
+@dataclass(frozen=True)
+class ClusterFabric:
+    r"""The all-reduces and stage links of a cluster, or of one that is better in some way.
+
+    Attributes:
+        cluster: as its file says.
+        latency_scale: times the latency of all links.
+        bandwidth_scale: times their bandwidth.
+        bytes_scale: bytes that an all-reduce sends for each byte of a gradient.
+        coding_s: seconds a byte to encode and decode gradients.
+        only: the name of the one all-reduce that may be taken; any where empty.
+
+    Example:
+        >>> from samestep.network.cluster import parse
+        >>> text = 'nodes.count = 8\nlinks.between = { latency = "5 us", bandwidth = "1 GB/s" }'
+        >>> print(ClusterFabric(parse(text), only="ring").all_reduces(8, 1, 1e6)[0])
+        AllReduceOption(name='ring', link=Link(latency_s=7e-05, bytes_per_s=571428571.0))
+    """
+
+    cluster: Cluster
+    latency_scale: float = 1.0
+    bandwidth_scale: float = 1.0
+    bytes_scale: float = 1.0
+    coding_s: float = 0.0
+    only: str = ""
+    # what was counted of the cluster; `dataclasses.replace` hands it on to a fabric that is scaled otherwise
+    _prices: dict[tuple[int, int], dict[str, list[CollectivePrice]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _links: dict[tuple[int, int], Link] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def ranks(self) -> int:
         """How many there can be."""
+        return self.cluster.ranks
 
-    def sums(self, replicas: int, stages: int, nbytes: float) -> Sequence[Sum]:
-        """Returns the all-reduces of about `nbytes` among replicas, while all stages' sums are under way."""
+    def all_reduces(self, replicas: int, stages: int, nbytes: float) -> list[AllReduceOption]:
+        """Returns the all-reduces of about `nbytes` among replicas, while those of all stages are under way."""
+        key = replicas, stages
+        if key not in self._prices:
+            self._prices[key] = count_all_reduces(self.cluster, replicas, stages)
+        found = [AllReduceOption(name, line(some, nbytes)) for name, some in self._prices[key].items()]
+        shared = self.cluster.shared
+        if shared is not None and replicas * stages <= self.cluster.devices:
+            bandwidth = shared.bytes_per_s / (replicas * stages)  # which all ranks of the host share
+            found.append(AllReduceOption("shared memory", Link(shared.latency_s, bandwidth)))
+        return [AllReduceOption(one.name, self._scaled(one.link)) for one in found if self.only in ("", one.name)]
 
-    def hop(self, replicas: int, stages: int) -> Link:
-        """Returns what is between one stage and the next."""
+    def stage_link(self, replicas: int, stages: int) -> Link:
+        """Returns what is between one stage and the next, while all replicas send at once."""
+        key = replicas, stages
+        if key not in self._links:
+            self._links[key] = self._stage_link(replicas * stages, stages)
+        link = self._links[key]
+        return Link(link.latency_s * self.latency_scale, link.bytes_per_s * self.bandwidth_scale)
+
+    def _stage_link(self, ranks: int, stages: int) -> Link:
+        everyone, nbytes = np.arange(ranks), 1e9
+        senders = everyone[everyone % stages < stages - 1]
+        network = PlacedNetwork(self.cluster.topology, self.cluster.place(ranks), self.cluster.routing)
+        cost = network.price([send(senders, senders + 1)], nbytes).price
+        return Link(float(f"{cost.latency_s:.9g}"), float(f"{nbytes / cost.transfer_s:.9g}"))
+
+    def _scaled(self, link: Link) -> Link:
+        if (self.latency_scale, self.bandwidth_scale, self.bytes_scale, self.coding_s) == (1, 1, 1, 0):
+            return link
+        each = self.bytes_scale / (link.bytes_per_s * self.bandwidth_scale) + self.coding_s
+        return Link(link.latency_s * self.latency_scale, 1 / each if each else float("inf"))
 
 
-@dataclass(frozen=True)
-class Flat:
-    """All ranks at one switch, with the closed forms: the plain fabric that others are compared with.
+def count_all_reduces(
+    cluster: Cluster, replicas: int, stages: int = 1, *, few: int = FEW
+) -> dict[str, list[CollectivePrice]]:
+    """Returns the prices of every all-reduce by its name, one or several for different numbers of chunks.
 
-    Attributes:
-        link: from any rank to any other.
-        ranks: how many there can be.
-        adding_bytes_per_s: 1 / gamma.
+    Args:
+        cluster: with its links, network, placement and routing.
+        replicas: ranks in each all-reduce.
+        stages: all-reduces that take place at once.
+        few: ranks up to which those are counted that take longest.
 
-    Example:
-        >>> [one.name for one in Flat(Link(1e-6, 1e9), 8).sums(4, 1, 1e6)]
-        ['ring', 'halving and doubling', 'recursive doubling']
+    Raises:
+        UsageError: more ranks than the cluster has.
     """
+    ranks = replicas * stages
+    network = PlacedNetwork(cluster.topology, cluster.place(ranks), cluster.routing)
+    local = cluster.devices // stages if cluster.devices % stages == 0 else None
+    found: dict[str, list[CollectivePrice]] = {}
+    for plan in all_reduces(replicas, local, CHUNKS):
+        name = DOUBLE_TREE if plan.name.startswith(DOUBLE_TREE) else plan.name
+        if ranks <= few or name not in (DOUBLE_TREE, f"{replicas} servers"):
+            one = _InGroups(ranks, plan.blocks, _in_groups(plan, stages))
+            found.setdefault(name, []).append(price_lines(one, cluster.links, network))
+    return found
 
-    link: Link
+
+class _InGroups(NamedTuple):
     ranks: int
-    adding_bytes_per_s: float = float("inf")
-
-    def sums(self, replicas: int, stages: int, nbytes: float) -> Sequence[Sum]:  # noqa: ARG002
-        """Returns three, of a latency and a bandwidth each."""
-        links = Links(self.link, adding_bytes_per_s=self.adding_bytes_per_s)
-        forms = {
-            "ring": formulas.ring,
-            "halving and doubling": formulas.halving_doubling,
-            "recursive doubling": formulas.recursive_doubling,
-        }
-        return [Sum(name, line(partial(form, replicas, links=links), nbytes)) for name, form in forms.items()]
-
-    def hop(self, replicas: int, stages: int) -> Link:  # noqa: ARG002
-        """Returns the one link."""
-        return self.link
+    blocks: int
+    make_rounds: Callable[[], Iterable[Messages]]
 
 
-def line(seconds: Callable[[float], float], nbytes: float) -> Link:
+def _in_groups(plan: Plan, stages: int) -> Callable[[], Iterable[Messages]]:
+    """The rounds of as many groups as there are stages, each of which has every so-many-th rank."""
+    if stages == 1:
+        return plan.make_rounds
+    members = np.arange(plan.ranks * stages).reshape(plan.ranks, stages).T
+    return lambda: remap(plan.make_rounds(), members)
+
+
+def line(prices: Iterable[CollectivePrice], nbytes: float) -> Link:
     """Returns the link that takes as long as an all-reduce of `nbytes`, and as one of an eighth.
 
     Most cost a latency and so much a byte. One that is cut into more chunks the longer it is lies a little below its
     line in between.
-
-    >>> line(lambda nbytes: 0.5 + nbytes / 100, nbytes=80)
-    Link(latency_s=0.5, bytes_per_s=100.0)
     """
-    few, many = seconds(nbytes / 8), seconds(nbytes)
+    few, many = (min(one.seconds(size) for one in prices) for size in (nbytes / 8, nbytes))
     each = (many - few) / (nbytes * 7 / 8) if nbytes else 0.0
     latency = max(0.0, many - nbytes * each)
     return Link(float(f"{latency:.9g}"), float(f"{1 / each:.9g}") if each > 0 else float("inf"))

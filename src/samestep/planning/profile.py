@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from difflib import get_close_matches
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from samestep import parsing
 from samestep.errors import UsageError
 from samestep.files import write_atomic
+from samestep.parsing import many, read, whole
 from samestep.pipelines.layers import Layer
 
 __all__: list[str] = []
@@ -41,7 +42,7 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class Size:
+class BatchTime:
     """What the whole model takes for a batch of some size.
 
     Attributes:
@@ -53,6 +54,25 @@ class Size:
     samples: int
     forward_s: float
     backward_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of both."""
+        return self.forward_s + self.backward_s
+
+
+def _read_layers(value: Any, name: str) -> Mapping[int, tuple[Layer, ...]]:
+    if not isinstance(value, dict):
+        raise UsageError(f"{name} is {value!r:.40}: give a list of layers for each size of a micro-batch")
+    found = {}
+    for size, layers in value.items():
+        if not size.isdecimal() or len(size) > _DIGITS or not int(size):
+            raise UsageError(f"{name} has micro-batches of {size!r:.40} samples: give a whole number above 0")
+        found[int(size)] = many(Layer)(layers, f"{name}[{size}]")
+    return found
+
+
+_DIGITS = 18  # of a number of samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +103,14 @@ class Profile:
         per_rank: the batch is that of each rank: the script deals its data out by torch's DistributedSampler.
 
     Raises:
-        UsageError: a negative or endless number, a batch of none or one given twice, no gradients, a step of no time,
-            or unlike numbers of layers.
+        UsageError: a batch given twice, no gradients, a step of no time, or unlike numbers of layers.
     """
 
     script: str
     machine: str
     torch: str
-    batch: int
-    steps: int
+    batch: int = field(metadata=read(whole(1)))
+    steps: int = field(metadata=read(whole(1)))
     data_s: float
     forward_s: float
     backward_s: float
@@ -99,26 +118,17 @@ class Profile:
     other_s: float
     step_low_s: float
     step_high_s: float
-    gradients: tuple[Gradient, ...]
+    gradients: tuple[Gradient, ...] = field(metadata=read(many(Gradient)))
     parameter_bytes: int
     buffer_bytes: int
     optimizer_bytes: int
     activation_bytes: int
-    sizes: tuple[Size, ...] = ()
-    layers: Mapping[int, tuple[Layer, ...]] = field(default_factory=dict)
+    sizes: tuple[BatchTime, ...] = field(metadata=read(many(BatchTime)), default=())
+    layers: Mapping[int, tuple[Layer, ...]] = field(metadata=read(_read_layers), default_factory=dict)
     uncut: str | None = None
     per_rank: bool = False
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "")
-        for gradient in self.gradients:
-            _check_numbers(gradient, f"gradient {gradient.name}: ")
-        for size in self.sizes:
-            _check_numbers(size, f"a batch of {size.samples}: ")
-        for layer in (each for some in self.layers.values() for each in some):
-            _check_numbers(layer, f"layer {layer.name}: ")
-        if self.batch < 1 or self.steps < 1:
-            raise UsageError(f"a profile of {self.steps} steps of {self.batch} samples: both must be 1 or more")
         if not self.step_s:
             raise UsageError("a profile of a step that takes no time: measure it again")
         if not self.gradients:
@@ -156,104 +166,20 @@ def load(path: str | Path) -> Profile:
         Traceback (most recent call last):
         samestep.errors.UsageError: nowhere.json: no such file: samestep plan --save-profile makes one
     """
+    given = parsing.parse_json(parsing.read_text(path, "samestep plan --save-profile makes one"), str(path))
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file: samestep plan --save-profile makes one") from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} cannot be read: it is no text") from None
-    try:
-        return parse(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{path}, line {error.lineno}: no JSON, or cut off: {error.msg.lower()}") from None
+        return parse(given)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
-    except (RecursionError, ValueError):  # json's own limits: of digits, and of lists in lists
-        raise UsageError(f"{path}: no profile: its numbers are too long, or its lists too deep") from None
 
 
 def parse(given: Any) -> Profile:
     """Returns the profile of a JSON object.
 
     Raises:
-        UsageError: another version, a missing or unknown field, a field of another type or a number that cannot be.
+        UsageError: another version, a missing or unknown field, or a value that cannot be.
     """
-    if not isinstance(given, dict):
-        raise UsageError("no profile: an object is expected")
-    if given.get("v") != VERSION:
-        raise UsageError(f"a profile of version {given.get('v')}, and this samestep reads {VERSION}: measure it again")
-    rest = {key: value for key, value in given.items() if key != "v"}
-    for key, kind in (("gradients", Gradient), ("sizes", Size)):
-        rest[key] = tuple(_made(kind, each, key) for each in _list(rest.get(key, []), key))
-    layers = rest.get("layers", {})
-    if not isinstance(layers, dict):
-        raise UsageError("layers: an object of lists is expected")
-    rest["layers"] = {
-        _samples(size): tuple(_made(Layer, each, "layers") for each in _list(some, "layers"))
-        for size, some in layers.items()
-    }
-    made: Profile = _made(Profile, rest, "the profile")
-    return made
-
-
-def _made(kind: Any, given: Any, where: str) -> Any:
-    """A dataclass of an object with its fields, all that have no default."""
-    if not isinstance(given, dict):
-        raise UsageError(f"{where}: an object is expected, and it is {given!r:.40}")
-    known = {one.name: one for one in fields(kind)}
-    for key in given:
-        if key not in known:
-            close = get_close_matches(key, known, n=1)
-            raise UsageError(
-                f"{where} has a field {key!r}{f': did you mean {close[0]!r}?' if close else ', unknown here'}"
-            )
-    for name, one in known.items():
-        if name not in given and one.default is MISSING and one.default_factory is MISSING:
-            raise UsageError(f"{where} lacks the field {name!r}")
-        if name in given and not _fits(str(one.type), given[name]):
-            raise UsageError(f"{where}: {name} is {given[name]!r:.40}, and should be {_WORDS[str(one.type)]}")
-    return kind(**given)
-
-
-_DIGITS = 18  # of a number of samples
-_WORDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "a text",
-    "str | None": "a text or null",
-    "bool": "true or false",
-}
-
-
-def _fits(wanted: str, value: Any) -> bool:
-    if wanted not in _WORDS:
-        return True
-    if wanted.startswith("str"):
-        return isinstance(value, str) or (value is None and wanted != "str")
-    if wanted == "bool":
-        return isinstance(value, bool)
-    return isinstance(value, int if wanted == "int" else (int, float)) and not isinstance(value, bool)
-
-
-def _list(given: Any, where: str) -> list[Any]:
-    if not isinstance(given, list):
-        raise UsageError(f"{where}: a list is expected, and it is {given!r:.40}")
-    return given
-
-
-def _samples(text: str) -> int:
-    if not text.isdecimal() or len(text) > _DIGITS or not int(text):
-        raise UsageError(f"layers of micro-batches of {text!r:.40} samples: a whole number above 0 is expected")
-    return int(text)
-
-
-_LARGEST = 1e30  # bytes, operations or seconds: sums and products of a few such are finite
-
-
-def _check_numbers(one: Any, where: str) -> None:
-    for each in fields(one):
-        value = getattr(one, each.name)
-        if isinstance(value, (int, float)) and not 0 <= value <= _LARGEST:
-            raise UsageError(f"{where}{each.name} is {value!r:.40}: a profile has numbers of 0 to {_LARGEST:.0e}")
+    version = given.get("v") if isinstance(given, dict) else None
+    if version != VERSION:
+        raise UsageError(f"a profile of version {version}, and this samestep reads {VERSION}: measure it again")
+    return parsing.load(Profile, {key: value for key, value in given.items() if key != "v"}, "", "the profile")

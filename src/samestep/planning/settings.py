@@ -10,14 +10,12 @@ Nothing in it changes the training. What would (another batch, compressed gradie
 
 from __future__ import annotations
 
-import sys
-import tomllib
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from samestep import parsing
 from samestep.errors import UsageError
+from samestep.parsing import positive, read, whole
 
 __all__: list[str] = []
 
@@ -33,8 +31,8 @@ class Settings:
         buckets: MiB of a gradient bucket; None leaves it to the script.
     """
 
-    processes: int | None = None
-    buckets: float | None = None
+    processes: int | None = field(metadata=read(whole(1)), default=None)
+    buckets: float | None = field(metadata=read(positive), default=None)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -58,34 +56,11 @@ def load(path: Path) -> Settings:
     """Returns the settings of a file.
 
     Raises:
-        UsageError: it is missing or no TOML, has a key that is unknown, or a value that cannot be.
+        UsageError: it is missing or not TOML, has a key that is unknown, or a value that cannot be.
     """
+    text = parsing.read_text(path, f"`samestep plan … --apply {path}` makes it", name=f"--settings {path}")
+    given = parsing.parse_toml(text, f"--settings {path}")
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"--settings {path}: no such file: `samestep plan … --apply {path}` makes it") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--settings {path} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"--settings {path} is not valid TOML: {str(error).lower()}") from None
-    except (RecursionError, ValueError):  # Python's own limits: of lists in lists, and of digits
-        raise UsageError(f"--settings {path}: its numbers are too long, or its lists too deep") from None
-    for key, value in given.items():
-        _check(path, key, value)
-    return Settings(**given)
-
-
-_MOST = sys.float_info.max  # beyond it a whole number is none of a float
-
-
-def _check(path: Path, key: str, value: Any) -> None:
-    known = [one.name for one in fields(Settings)]
-    if key not in known:
-        close = get_close_matches(key, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-        raise UsageError(f"--settings {path}: {key} is unknown: {hint}")
-    whole = key == "processes"
-    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < value < _MOST:
-        kind = "whole number" if whole else "number"
-        raise UsageError(f"--settings {path}: {key} is {value!r}: give a {kind} above 0")
+        return parsing.load(Settings, given, "", "the file")
+    except UsageError as error:
+        raise UsageError(f"--settings {path}: {error}") from None

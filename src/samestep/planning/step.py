@@ -12,16 +12,21 @@ seconds    data │ work │ smaller batches │ imbalance │ bubble │ messag
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 from samestep.errors import UsageError
+from samestep.planning.profile import Profile
 
 __all__: list[str] = []
 
+MESSAGE_ERROR = 0.15  # of predicted messages, as measured over limited links: docs/plan.md
+
 
 @dataclass(frozen=True)
-class Way:
+class ParallelLayout:
     """How ranks are used.
 
     Attributes:
@@ -51,24 +56,17 @@ class Way:
         """How many are used."""
         return self.replicas * self.stages
 
-    @property
-    def kind(self) -> str:
-        """In a word: "alone", "data", "pipeline" or "hybrid"."""
-        if self.ranks == 1:
-            return "alone"
-        return "data" if self.stages == 1 else "pipeline" if self.replicas == 1 else "hybrid"
-
     def __str__(self) -> str:
         if self.ranks == 1:
             return "1 process"
         if self.stages == 1:
             return f"{self.replicas} replicas"
-        cut = f"{self.stages} stages, {self.micro_batches} micro-batches, {self.schedule}"
-        return cut if self.replicas == 1 else f"{self.replicas} replicas of {cut}"
+        stages = f"{self.stages} stages, {self.micro_batches} micro-batches, {self.schedule}"
+        return stages if self.replicas == 1 else f"{self.replicas} replicas of {stages}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class StepBreakdown:
     """What a step goes into, in seconds.
 
     Attributes:
@@ -103,10 +101,10 @@ class Parts:
     def shares(self) -> dict[str, float]:
         """Returns them by name.
 
-        >>> Parts(work=2.0, latency=1.0).seconds
+        >>> StepBreakdown(work=2.0, latency=1.0).seconds
         3.0
         """
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return asdict(self)
 
 
 WORDS = {
@@ -124,11 +122,11 @@ WORDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class PredictedStep:
     """A step that is predicted.
 
     Attributes:
-        way: how the ranks are used.
+        layout: how the ranks are used.
         parts: what it goes into.
         low: seconds that it hardly undercuts.
         high: seconds that it hardly exceeds.
@@ -140,8 +138,8 @@ class Step:
         ends: by stage, the layer behind its last.
     """
 
-    way: Way
-    parts: Parts
+    layout: ParallelLayout
+    parts: StepBreakdown
     low: float
     high: float
     samples: int
@@ -161,9 +159,34 @@ class Step:
         """Samples a second."""
         return self.samples / self.seconds if self.seconds else float("inf")
 
-    def limit(self) -> str:
+    def bottleneck(self) -> str:
         """Returns the part beside the work that takes longest, or the work."""
         shares = self.parts.shares()
         work = shares.pop("work")
         name = max(shares, key=lambda one: shares[one])
         return name if shares[name] > 0.25 * work else "work"
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns every number."""
+        numbers = {name: value for name, value in asdict(self).items() if name not in ("layout", "parts")}
+        return {
+            "way": asdict(self.layout),
+            "seconds": self.seconds,
+            "parts": self.parts.shares(),
+            "limit": self.bottleneck(),
+            **numbers,
+        }
+
+
+def interval(profile: Profile, parts: StepBreakdown, ranks: int) -> tuple[float, float]:
+    """Returns within which seconds a step is expected: quartiles of the profile, and the model's error on messages.
+
+    The higher end counts too that a step waits for the slowest of its ranks: of N normal times the largest lies about
+    sqrt(2 ln N) deviations above the mean.
+    """
+    messages = parts.latency + parts.transfer + parts.messages
+    error, own = MESSAGE_ERROR * messages, parts.seconds - messages
+    middle = (profile.step_low_s + profile.step_high_s) / 2
+    half = (profile.step_high_s - profile.step_low_s) / 2 / middle if middle else 0.0
+    slowest = max(1.0, math.sqrt(2 * math.log(max(1, ranks))) / 0.6745)  # a quartile is 0.6745 deviations
+    return max(0.0, parts.seconds - error - half * own), parts.seconds + error + half * slowest * own

@@ -22,15 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+
+import numpy as np
 
 from samestep.errors import UsageError
 from samestep.network.links import Link
-from samestep.network.topologies.cables import Cables
-from samestep.network.topologies.topology import Hop, Legs, Topology, whole
-
-if TYPE_CHECKING:
-    from samestep.network.topologies.topology import Ints
+from samestep.network.messages import Ints
+from samestep.network.topologies.topology import Hop, LinkTypes, Segments, Size, Topology, whole
 
 __all__: list[str] = []
 
@@ -49,7 +48,7 @@ class Dragonfly(Topology):
         UsageError: a number below 1, or more groups than cables reach.
 
     Example:
-        >>> print(Dragonfly(Cables(Link(1e-6, 25e9)), p=4, a=8, h=4))
+        >>> print(Dragonfly(LinkTypes(Link(1e-6, 25e9)), p=4, a=8, h=4))
         dragonfly p=4 a=8 h=4 g=33: 1056 hosts, 264 switches, 5016 directed links
     """
 
@@ -70,43 +69,25 @@ class Dragonfly(Topology):
             )
 
     @property
-    def name(self) -> str:
-        """What it is."""
-        return f"dragonfly p={self.p} a={self.a} h={self.h} g={self.groups}"
-
-    @property
     def groups(self) -> int:
         """How many there are."""
         return self.g or self.a * self.h + 1
 
-    @property
-    def hosts(self) -> int:
-        """On all switches."""
-        return self.p * self.routers
+    @cached_property
+    def size(self) -> Size:
+        """The diameter is a hop in each group, and one between them."""
+        name = f"dragonfly p={self.p} a={self.a} h={self.h} g={self.groups}"
+        routers, several = self.a * self.groups, self.groups > 1
+        return Size(name, self.p * routers, routers, self.p, several + (1 + several) * (self.a > 1))
 
-    @property
-    def routers(self) -> int:
-        """In all groups."""
-        return self.a * self.groups
-
-    @property
-    def concentration(self) -> int:
-        """Hosts on a switch."""
-        return self.p
-
-    @property
-    def diameter(self) -> int:
-        """A hop in each group, and one between them."""
-        return (self.groups > 1) + (1 + (self.groups > 1)) * (self.a > 1)
-
-    def fabric(self) -> tuple[tuple[int, Link], ...]:
+    def link_counts(self) -> tuple[tuple[int, Link], ...]:
         """Returns the links within groups, by the switch that they leave, then those between groups, by the group."""
-        near = self.routers * (self.a - 1), self.cables.between
-        return near, (self.groups * (self.groups - 1), self.cables.far_link)
+        near = self.routers * (self.a - 1), self.link_types.router
+        return near, (self.groups * (self.groups - 1), self.link_types.far)
 
-    def wire(self, number: int) -> tuple[int, int]:
+    def link_ends(self, number: int) -> tuple[int, int]:
         """Returns the switches at the ends of a link."""
-        near = self.fabric()[0][0]
+        near = self.link_counts()[0][0]
         if number < near:
             router, other = divmod(number, self.a - 1)
             group, here = divmod(router, self.a)
@@ -121,16 +102,16 @@ class Dragonfly(Topology):
         cables = range(here * self.h, min((here + 1) * self.h, self.groups - 1))
         return others + [self._far_end(group, cable) for cable in cables]
 
-    def between(self, legs: Legs, *, every: bool) -> Iterator[Hop]:  # noqa: ARG002 - there is but one way [2]
+    def hops(self, segments: Segments, *, split: bool) -> Iterator[Hop]:  # noqa: ARG002 - there is but one way [2]
         """Yields the hops of [2]."""
-        begins, ends = legs.begins // self.a, legs.ends // self.a
+        begins, ends = segments.begins // self.a, segments.ends // self.a
         cable = (ends - begins - 1) % self.groups
         leaving, entering = begins * self.a + cable // self.h, ends * self.a + (self.groups - 2 - cable) // self.h
         outward = begins != ends
-        yield self._near(legs.begins, leaving, outward)
-        yield _taken(outward, self.fabric()[0][0] + begins * (self.groups - 1) + cable)
-        yield self._near(entering, legs.ends, outward)
-        yield self._near(legs.begins, legs.ends, ~outward)
+        yield self._near(segments.begins, leaving, outward)
+        yield _taken(outward, self.link_counts()[0][0] + begins * (self.groups - 1) + cable)
+        yield self._near(entering, segments.ends, outward)
+        yield self._near(segments.begins, segments.ends, ~outward)
 
     def circuit(self) -> list[int] | None:
         """Returns [3], by the first stride from group to group whose cables end on different switches."""
@@ -157,16 +138,14 @@ class Dragonfly(Topology):
 
 
 def _taken(taking: Ints, links: Ints) -> Hop:
-    import numpy as np
-
     (messages,) = np.nonzero(taking)
     return Hop(messages, links[messages], np.ones(len(messages)))
 
 
-def balanced(cables: Cables, h: int) -> Dragonfly:
+def balanced(link_types: LinkTypes, h: int) -> Dragonfly:
     """Returns the dragonfly of a = 2p = 2h and all groups: 4h^4 + 2h^2 hosts.
 
-    >>> [balanced(Cables(Link(1e-6, 25e9)), h).hosts for h in (2, 4, 13)]
+    >>> [balanced(LinkTypes(Link(1e-6, 25e9)), h).hosts for h in (2, 4, 13)]
     [72, 1056, 114582]
     """
-    return Dragonfly(cables, p=h, a=2 * h, h=h)
+    return Dragonfly(link_types, p=h, a=2 * h, h=h)

@@ -26,15 +26,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from samestep.errors import UsageError
 from samestep.network.links import Link
-from samestep.network.topologies.cables import Cables
-from samestep.network.topologies.topology import Hop, Legs, Topology, whole
-
-if TYPE_CHECKING:
-    from samestep.network.topologies.topology import Floats, Ints
+from samestep.network.messages import Floats, Ints
+from samestep.network.topologies.topology import Hop, LinkTypes, Segments, Size, Topology, whole
 
 __all__: list[str] = []
 
@@ -51,7 +51,7 @@ class FatTree(Topology):
         UsageError: a number below 1, or not one number of links up fewer than down.
 
     Example:
-        >>> tree = FatTree(Cables(Link(1e-6, 25e9)), down=(16, 16), up=(8,))
+        >>> tree = FatTree(LinkTypes(Link(1e-6, 25e9)), down=(16, 16), up=(8,))
         >>> print(tree, tree.oversubscription)
         fat tree 16x16, up 8: 256 hosts, 24 switches, 768 directed links 2.0
     """
@@ -69,31 +69,13 @@ class FatTree(Topology):
             for level, number in enumerate(numbers, start=1):
                 whole(number, f"the number of links {name} of a fat tree's level {level}", 1)
 
-    @property
-    def name(self) -> str:
-        """What it is."""
+    @cached_property
+    def size(self) -> Size:
+        """The routers are the switches of all levels, the leaves first; the diameter leads to the top and down."""
         up = f", up {'x'.join(map(str, self.up))}" if self.up else ""
-        return f"fat tree {'x'.join(map(str, self.down))}{up}"
-
-    @property
-    def hosts(self) -> int:
-        """On all leaves."""
-        return math.prod(self.down)
-
-    @property
-    def routers(self) -> int:
-        """The switches of all levels, the leaves first."""
-        return sum(self._switches(level) for level in self._levels())
-
-    @property
-    def concentration(self) -> int:
-        """Hosts on a leaf."""
-        return self.down[0]
-
-    @property
-    def diameter(self) -> int:
-        """From a leaf to the top and down again; between leaves."""
-        return 2 * len(self.up)
+        routers = sum(self._switches(level) for level in self._levels())
+        name = f"fat tree {'x'.join(map(str, self.down))}{up}"
+        return Size(name, math.prod(self.down), routers, self.down[0], 2 * len(self.up))
 
     @property
     def oversubscription(self) -> float:
@@ -102,7 +84,7 @@ class FatTree(Topology):
 
     @property
     def bisection(self) -> int | None:
-        """Cables that part the hosts in halves; None where the top level cannot be halved."""
+        """LinkTypes that part the hosts in halves; None where the top level cannot be halved."""
         if self.down[-1] % 2:
             return None
         largest = self._below(len(self.down) - 1)
@@ -111,11 +93,11 @@ class FatTree(Topology):
         )
         return self.down[-1] // 2 * across
 
-    def fabric(self) -> tuple[tuple[int, Link], ...]:
+    def link_counts(self) -> tuple[tuple[int, Link], ...]:
         """Returns that all are alike: the links up, by the switch and port that they leave, then the same down."""
-        return ((2 * self._cables_below(len(self.down)), self.cables.between),)
+        return ((2 * self._cables_below(len(self.down)), self.link_types.router),)
 
-    def wire(self, number: int) -> tuple[int, int]:
+    def link_ends(self, number: int) -> tuple[int, int]:
         """Returns the switches at the ends of a link."""
         falls, number = divmod(number, self._cables_below(len(self.down)))
         level = next(each for each in self._levels() if number < self._cables_below(each + 1))
@@ -130,35 +112,39 @@ class FatTree(Topology):
         ports = range(self.up[level - 1]) if level <= len(self.up) else ()
         return [*self._children(level, number), *(self._parent(level, number, port) for port in ports)]
 
-    def between(self, legs: Legs, *, every: bool) -> Iterator[Hop]:
+    def hops(self, segments: Segments, *, split: bool) -> Iterator[Hop]:
         """Yields the hops of [1], or of [2]; from leaf to leaf."""
-        climbing = [self._climbing(legs, level) for level in self._levels()[:-1]]
-        rising = [(level, legs.begins, 0) for level in self._levels()[:-1]]
-        falling = [(level, legs.ends, self._cables_below(len(self.down))) for level in reversed(self._levels()[:-1])]
+        climbing = [self._climbing(segments, level) for level in self._levels()[:-1]]
+        rising = [(level, segments.begins, 0) for level in self._levels()[:-1]]
+        falling = [
+            (level, segments.ends, self._cables_below(len(self.down))) for level in reversed(self._levels()[:-1])
+        ]
         for level, leaves, first in rising + falling:
             going = climbing[level - 1]
             cables = leaves[going] // self._leaves(level) * self._tops(level + 1) + first + self._cables_below(level)
-            yield self._split(level, going, cables) if every else self._chosen(level, going, cables, legs.keys[going])
+            yield (
+                self._split(level, going, cables)
+                if split
+                else self._chosen(level, going, cables, segments.path_hash[going])
+            )
 
-    def tally(self, legs: Legs, nbytes: Floats, *, every: bool) -> tuple[Floats, Floats]:
-        """Returns the bytes on each link and the latency of each leg; of [2], subtree by subtree."""
-        import numpy as np
-
-        if not every:
-            return super().tally(legs, nbytes, every=False)
+    def link_loads(self, segments: Segments, nbytes: Floats, *, split: bool) -> tuple[Floats, Floats]:
+        """Returns the bytes on each link and the latency of each segment; of [2], subtree by subtree."""
+        if not split:
+            return super().link_loads(segments, nbytes, split=False)
         load, latency = [np.zeros(0)], np.zeros(len(nbytes))
-        for leaves in (legs.begins, legs.ends):
+        for leaves in (segments.begins, segments.ends):
             for level in self._levels()[:-1]:
-                going = self._climbing(legs, level)
+                going = self._climbing(segments, level)
                 subtrees = self._leaves(len(self.down)) // self._leaves(level)
                 loads = np.bincount(leaves[going] // self._leaves(level), nbytes[going], subtrees)
                 load.append(np.repeat(loads / self._tops(level + 1), self._tops(level + 1)))
-                latency[going] += self.cables.between.latency_s
+                latency[going] += self.link_types.router.latency_s
         return np.concatenate(load), latency
 
-    def detour(self, legs: Legs, draws: Ints) -> list[Legs]:
+    def via_random(self, segments: Segments, draws: Ints) -> list[Segments]:
         """Returns [3]."""
-        return [Legs(legs.begins, legs.ends, draws)]
+        return [Segments(segments.begins, segments.ends, draws)]
 
     def _levels(self) -> range:
         return range(1, len(self.down) + 1)
@@ -201,43 +187,37 @@ class FatTree(Topology):
             low = (subtree * self.down[level - 1] + child) * self._tops(level - 1) + top % self._tops(level - 1)
             yield self._switches_below(level - 1) + low
 
-    def _climbing(self, legs: Legs, level: int) -> Ints:
+    def _climbing(self, segments: Segments, level: int) -> Ints:
         """The messages that must leave their subtree of the level."""
-        import numpy as np
-
         leaves = self._leaves(level)
-        return np.nonzero(legs.begins // leaves != legs.ends // leaves)[0]
+        return np.nonzero(segments.begins // leaves != segments.ends // leaves)[0]
 
-    def _chosen(self, level: int, going: Ints, cables: Ints, keys: Ints) -> Hop:
+    def _chosen(self, level: int, going: Ints, cables: Ints, path_hash: Ints) -> Hop:
         """[1]: the cable of switch (subtree, t mod W), by port t // W."""
-        import numpy as np
-
         ports, tops = self.up[level - 1], self._tops(level)
-        return Hop(going, cables + keys % tops * ports + keys // tops % ports, np.ones(len(going)))
+        return Hop(going, cables + path_hash % tops * ports + path_hash // tops % ports, np.ones(len(going)))
 
     def _split(self, level: int, going: Ints, cables: Ints) -> Hop:
         """[2]: all cables out of the subtree; they are numbered without a gap."""
-        import numpy as np
-
         tops = self._tops(level + 1)
         links: Any = cables[:, None] + np.arange(tops)
         return Hop(np.repeat(going, tops), links.reshape(-1), np.full(links.size, 1 / tops))
 
 
-def leaf_spine(cables: Cables, leaves: int, hosts: int, spines: int) -> FatTree:
+def leaf_spine(link_types: LinkTypes, leaves: int, hosts: int, spines: int) -> FatTree:
     """Returns two levels: `leaves` with as many `hosts` each, and a link to each of the spines.
 
-    >>> leaf_spine(Cables(Link(1e-6, 25e9)), leaves=16, hosts=16, spines=8).name
+    >>> leaf_spine(LinkTypes(Link(1e-6, 25e9)), leaves=16, hosts=16, spines=8).name
     'fat tree 16x16, up 8'
     """
-    return FatTree(cables, (hosts, leaves), (spines,))
+    return FatTree(link_types, (hosts, leaves), (spines,))
 
 
-def of_ports(cables: Cables, ports: int, oversubscription: int = 1) -> FatTree:
+def of_ports(link_types: LinkTypes, ports: int, oversubscription: int = 1) -> FatTree:
     """Returns three levels of switches that have so many ports: k^3/4 hosts where nothing is oversubscribed.
 
     Args:
-        cables: what the links cost.
+        link_types: what the links cost.
         ports: k, even.
         oversubscription: hosts on a leaf for each link up; ports must divide by one more.
 
@@ -245,7 +225,7 @@ def of_ports(cables: Cables, ports: int, oversubscription: int = 1) -> FatTree:
         UsageError: the ports cannot be divided so.
 
     Example:
-        >>> [of_ports(Cables(Link(1e-6, 25e9)), k).hosts for k in (4, 48, 74)]
+        >>> [of_ports(LinkTypes(Link(1e-6, 25e9)), k).hosts for k in (4, 48, 74)]
         [16, 27648, 101306]
     """
     whole(oversubscription, "the oversubscription of a fat tree", 1)
@@ -257,4 +237,4 @@ def of_ports(cables: Cables, ports: int, oversubscription: int = 1) -> FatTree:
             f"give a multiple of {fitting}, such as {max(1, round(ports / fitting)) * fitting}"
         )
     up = ports // (oversubscription + 1)
-    return FatTree(cables, (ports - up, ports // 2, ports), (up, ports // 2))
+    return FatTree(link_types, (ports - up, ports // 2, ports), (up, ports // 2))

@@ -20,29 +20,123 @@ what keeps the network as quick as its ports.
 [2] In one column, without a link: by a + b = difference, both in X; one way for every such pair.
 [3] In different halves, without a link: within the first's column, or within the second's, or both.
 
+The field, for any prime power q:
+
+    GF(4) = GF(2)[x] / (x^2 + x + 1)         an element is a polynomial over GF(p), written as a number in base p
+      0      0                                 0, 1, x, x + 1  =  00, 01, 10, 11  =  0, 1, 2, 3
+      x^0    1     = 1
+      x^1    x     = 2                       x is primitive: its powers are all elements but 0,
+      x^2    x + 1 = 3                       so a product is a sum of exponents
+
+q = p is counting modulo p; q = p^k is not counting modulo q, where p divides 0 and nothing has an inverse (a Slim Fly
+made so has a diameter above 2). The polynomial is the first of degree k of which x is primitive; one always exists.
+
 Sources: B. McKay, M. Miller and J. Siran, "A note on large graphs of diameter two and given maximum degree", JCTB 74,
 1998; P. Hafner, "Geometric realisation of the graphs of McKay-Miller-Siran", JCTB 90, 2004; M. Besta and T. Hoefler,
-"Slim Fly: a cost effective low-diameter network topology", SC 2014.
+"Slim Fly: a cost effective low-diameter network topology", SC 2014; R. Lidl and H. Niederreiter, "Finite Fields", 2nd
+edition, 1997, chapters 2 and 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from samestep.errors import UsageError
 from samestep.network.links import Link
-from samestep.network.topologies.field import Field, field, near, prime_power
-from samestep.network.topologies.topology import Hop, Legs, Topology, whole
-
-if TYPE_CHECKING:
-    from samestep.network.topologies.topology import Ints
+from samestep.network.messages import Ints
+from samestep.network.topologies.topology import Hop, Segments, Size, Topology, whole
 
 __all__: list[str] = []
 
 MOST = 128  # of q: 32,768 switches; beyond it the tables of the field, quadratic in q, take seconds to make
+
+
+@dataclass(frozen=True, eq=False)
+class Field:
+    """GF(q), whose elements are the numbers 0 to q - 1, by tables.
+
+    Attributes:
+        powers: of the primitive element, from its 0th to its (q - 2)nd.
+        add: `add[a, b]`.
+        neg: `neg[a]` added to a is 0.
+        mul: `mul[a, b]`.
+        inverse: `inverse[a]` times a is 1; 0 for 0, which has none.
+    """
+
+    powers: Ints
+    add: Ints
+    neg: Ints
+    mul: Ints
+    inverse: Ints
+
+    @cached_property
+    def sub(self) -> Ints:
+        """`sub[a, b]`."""
+        return self.add[:, self.neg]
+
+
+def field(q: int) -> Field:
+    """Returns GF(q).
+
+    >>> field(4).powers.tolist(), int(field(9).add[4, 5])
+    ([1, 2, 3], 6)
+
+    Raises:
+        UsageError: q is not a prime power.
+    """
+    factors = prime_power(q)
+    if factors is None:
+        raise UsageError(f"there is no field of {q} elements: give a prime power, such as {nearest_prime_powers(q)}")
+    prime, degree = factors
+    place = prime ** np.arange(degree)
+    digits = np.arange(q)[:, None] // place % prime
+    powers = next(np.array(some) @ place for lower in digits if len(some := _powers(lower.tolist(), prime)) == q - 1)
+    exponent = np.zeros(q, dtype=np.int64)
+    exponent[powers] = np.arange(q - 1)
+    mul = powers[(exponent[:, None] + exponent) % (q - 1)]
+    mul[0] = mul[:, 0] = 0
+    inverse = powers[-exponent % (q - 1)]
+    inverse[0] = 0
+    return Field(powers, (digits[:, None] + digits) % prime @ place, -digits % prime @ place, mul, inverse)
+
+
+def prime_power(q: int) -> tuple[int, int] | None:
+    """Returns p and k where q = p^k, or None where q is no prime power.
+
+    >>> prime_power(27), prime_power(12), prime_power(1)
+    ((3, 3), None, None)
+    """
+    prime = next((factor for factor in range(2, int(q**0.5) + 1) if q % factor == 0), q) if q > 1 else 0
+    degree = 0
+    while prime and q % prime == 0:
+        q, degree = q // prime, degree + 1
+    return (prime, degree) if degree and q == 1 else None
+
+
+def nearest_prime_powers(q: int, least: int = 2) -> str:
+    """Returns the prime powers next to q, from `least` on, in words.
+
+    >>> nearest_prime_powers(12), nearest_prime_powers(1)
+    ('11 or 13', '2')
+    """
+    below = next((each for each in range(q - 1, least - 1, -1) if prime_power(each)), None)
+    above = next(each for each in range(max(q + 1, least), 2 * max(q, least) + 2) if prime_power(each))
+    return f"{above}" if below is None else f"{below} or {above}"
+
+
+def _powers(lower: Sequence[int], prime: int) -> list[tuple[int, ...]]:
+    """1, x, x^2, ... until one comes again or is 0, modulo the polynomial x^k + `lower`."""
+    power: tuple[int, ...] = (1, *[0] * (len(lower) - 1))
+    seen: dict[tuple[int, ...], None] = {}
+    while any(power) and power not in seen:
+        seen[power] = None
+        carry = power[-1]  # x^k is -lower
+        power = tuple((a - carry * b) % prime for a, b in zip((0, *power[:-1]), lower, strict=True))
+    return list(seen)
 
 
 @dataclass(frozen=True)
@@ -57,8 +151,8 @@ class SlimFly(Topology):
         UsageError: q is no such number; says which are next to it.
 
     Example:
-        >>> from samestep.network.topologies.cables import Cables
-        >>> print(SlimFly(Cables(Link(1e-6, 25e9)), q=5))
+        >>> from samestep.network.topologies.topology import LinkTypes
+        >>> print(SlimFly(LinkTypes(Link(1e-6, 25e9)), q=5))
         Slim Fly q=5 p=4: 200 hosts, 50 switches, 750 directed links
     """
 
@@ -69,14 +163,8 @@ class SlimFly(Topology):
         whole(self.q, "q of a Slim Fly", 3, MOST)
         whole(self.p, "p, the hosts on a Slim Fly's switch,", 0)
         if not prime_power(self.q):
-            raise UsageError(
-                f"there is no Slim Fly of q = {self.q}: give a prime power, such as {near(self.q, least=3)}"
-            )
-
-    @property
-    def name(self) -> str:
-        """What it is."""
-        return f"Slim Fly q={self.q} p={self.concentration}"
+            near = nearest_prime_powers(self.q, least=3)
+            raise UsageError(f"there is no Slim Fly of q = {self.q}: give a prime power, such as {near}")
 
     @property
     def delta(self) -> int:
@@ -88,25 +176,11 @@ class SlimFly(Topology):
         """Links of a switch to other switches, one way."""
         return (3 * self.q - self.delta) // 2
 
-    @property
-    def hosts(self) -> int:
-        """On all switches."""
-        return self.routers * self.concentration
-
-    @property
-    def routers(self) -> int:
-        """In both halves."""
-        return 2 * self.q * self.q
-
-    @property
-    def concentration(self) -> int:
-        """Hosts on a switch."""
-        return self.p or -(-self.degree // 2)
-
-    @property
-    def diameter(self) -> int:
-        """Of every MMS graph."""
-        return 2
+    @cached_property
+    def size(self) -> Size:
+        """The routers are the switches of both halves; the diameter is that of every MMS graph."""
+        p, routers = self.p or -(-self.degree // 2), 2 * self.q * self.q
+        return Size(f"Slim Fly q={self.q} p={p}", routers * p, routers, p, 2)
 
     @cached_property
     def field(self) -> Field:
@@ -114,144 +188,114 @@ class SlimFly(Topology):
         return field(self.q)
 
     @cached_property
-    def generators(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def generators(self) -> tuple[Ints, Ints]:
         """X and X'."""
-        q, w, powers = self.q, (self.q - self.delta) // 4, self.field.powers
-        exponents = list(range(0, q - 1, 2))
+        q, w = self.q, (self.q - self.delta) // 4
+        exponents = np.arange(0, q - 1, 2)
         if self.delta == -1:
-            exponents = [*range(0, 2 * w, 2), *range(2 * w - 1, 4 * w - 2, 2)]
-        return (
-            tuple(powers[each] for each in exponents),
-            tuple(powers[(each + 1) % (q - 1)] for each in exponents),
-        )
+            exponents = np.append(np.arange(0, 2 * w, 2), np.arange(2 * w - 1, 4 * w - 2, 2))
+        return self.field.powers[exponents], self.field.powers[(exponents + 1) % (q - 1)]
 
-    def fabric(self) -> tuple[tuple[int, Link], ...]:
+    def link_counts(self) -> tuple[tuple[int, Link], ...]:
         """Returns that all are alike; numbered by the switch that they leave, those within its column first."""
-        return ((self.routers * self.degree, self.cables.between),)
+        return ((self.routers * self.degree, self.link_types.router),)
 
-    def wire(self, number: int) -> tuple[int, int]:
+    def link_ends(self, number: int) -> tuple[int, int]:
         """Returns the switches at the ends of a link."""
         router, port = divmod(number, self.degree)
         return router, self.adjacent(router)[port]
 
     def adjacent(self, router: int) -> list[int]:
         """Returns the switches of its column, then those of the other half."""
-        q, field = self.q, self.field
+        q, gf = self.q, self.field
         column, here = divmod(router, q)
         half, a = divmod(column, q)
-        inside = [column * q + field.sums[here][step] for step in self.generators[half]]
-        if half:  # (1, a, here): all (0, b, a b + here)
-            return inside + [b * q + field.sums[field.products[a][b]][here] for b in range(q)]
-        return inside + [(q + m) * q + field.difference(here, field.products[m][a]) for m in range(q)]
+        inside = column * q + gf.add[here, self.generators[half]]
+        other = np.arange(q)
+        # (1, a, here) is next to all (0, other, a other + here), and (0, a, here) to all (1, other, here - other a)
+        line = gf.add[gf.mul[a], here] if half else q * q + gf.sub[here, gf.mul[a]]
+        found: list[int] = [*inside.tolist(), *(other * q + line).tolist()]
+        return found
 
-    def between(self, legs: Legs, *, every: bool) -> Iterator[Hop]:
+    def hops(self, segments: Segments, *, split: bool) -> Iterator[Hop]:
         """Yields the hops: none, one, or two by [1], [2] or [3]."""
-        import numpy as np
-
-        straight = self._link(legs.begins, legs.ends)
+        straight = self._link(segments.begins, segments.ends)
         (near,) = np.nonzero(straight >= 0)
         yield Hop(near, straight[near], np.ones(len(near)))
-        (far,) = np.nonzero((straight < 0) & (legs.begins != legs.ends))
-        begins, ends = legs.begins[far], legs.ends[far]
+        (far,) = np.nonzero((straight < 0) & (segments.begins != segments.ends))
+        begins, ends = segments.begins[far], segments.ends[far]
         middles, counts = self._middles(begins, ends)
-        if every:
+        if split:
             row, column = np.nonzero(np.arange(middles.shape[1]) < counts[:, None])
         else:
-            row, column = np.arange(len(far)), legs.keys[far] % np.maximum(counts, 1)
-        middle, shares = middles[row, column], 1 / counts[row] if every else np.ones(len(row))
+            row, column = np.arange(len(far)), segments.path_hash[far] % np.maximum(counts, 1)
+        middle, shares = middles[row, column], 1 / counts[row] if split else np.ones(len(row))
         yield Hop(far[row], self._link(begins[row], middle), shares)
         yield Hop(far[row], self._link(middle, ends[row]), shares)
 
     @cached_property
-    def _tables(self) -> _Tables:
-        return _Tables.of(self)
+    def _ports(self) -> Ints:
+        """By half and difference of two switches of a column, the port of the link between them; -1 without one."""
+        ports = np.full((2, self.q), -1)
+        for half, steps in enumerate(self.generators):
+            ports[half, steps] = np.arange(len(steps))
+        return ports
+
+    @cached_property
+    def _in_column(self) -> tuple[Ints, Ints]:
+        """[2]: by half and difference d, all a with a and d - a in X, and how many; none where d is in X."""
+        ways, counts = [], []
+        for steps, ports in zip(self.generators, self._ports, strict=True):
+            pairs = ports[self.field.sub[:, steps]] >= 0
+            pairs[0] = pairs[steps] = False
+            counts.append(pairs.sum(axis=1))
+            ways.append(steps[np.argsort(~pairs, axis=1, kind="stable")])
+        widest = max(2, *(int(each.max()) for each in counts))
+        return np.stack(ways)[:, :, :widest], np.stack(counts)
 
     def _link(self, begins: Ints, ends: Ints) -> Ints:
         """The number of the link between two switches, or -1 where there is none."""
-        import numpy as np
-
-        q, t = self.q, self._tables
+        q = self.q
         column, other = begins // q, ends // q
-        inside = t.port[column // q, t.minus[ends % q, begins % q]]
+        inside = self._ports[column // q, self.field.sub[ends % q, begins % q]]
         crossing = np.where(self._offset(begins, ends) == 0, len(self.generators[0]) + other % q, -1)
         port = np.where(column == other, inside, np.where(column // q == other // q, -1, crossing))
         return np.where(port < 0, -1, begins * self.degree + port)
 
     def _offset(self, one: Ints, other: Ints) -> Ints:
         """Of (0, a, b) and (1, m, c), whichever is `one`: b - (m a + c), 0 where they are neighbours."""
-        import numpy as np
-
-        q, t = self.q, self._tables
+        q, gf = self.q, self.field
         low, high = np.minimum(one, other), np.maximum(one, other)
-        line = t.plus[t.times[high // q % q, low // q % q], high % q]
-        offset: Ints = t.minus[low % q, line]
+        line = gf.add[gf.mul[high // q % q, low // q % q], high % q]
+        offset: Ints = gf.sub[low % q, line]
         return offset
 
     def _middles(self, begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
         """The switches between two that are two hops apart, a row for each pair, and how many there are."""
-        import numpy as np
-
-        q, t = self.q, self._tables
+        q, gf = self.q, self.field
+        ways, in_column = self._in_column
         column, other = begins // q, ends // q
         inside = column == other
         across = column // q != other // q
-        difference = t.minus[ends % q, begins % q]
-        middles = column[:, None] * q + t.plus[(begins % q)[:, None], t.ways[column // q, difference]]  # [2]
-        counts = np.where(inside, t.counts[column // q, difference], 1)
+        difference = gf.sub[ends % q, begins % q]
+        middles = column[:, None] * q + gf.add[(begins % q)[:, None], ways[column // q, difference]]  # [2]
+        counts = np.where(inside, in_column[column // q, difference], 1)
         middles[:, 0] = np.where(inside | across, middles[:, 0], self._crossing(begins, ends))
         offset = self._offset(begins, ends)
-        in_first, in_second = t.port[0, offset] >= 0, t.port[1, offset] >= 0
+        in_first, in_second = self._ports[0, offset] >= 0, self._ports[1, offset] >= 0
         low, high = np.minimum(begins, ends), np.maximum(begins, ends)
-        by_first = low // q * q + t.minus[low % q, offset]  # [3] the switch of the first's column that `high` knows
-        by_second = high // q * q + t.plus[high % q, offset]
+        by_first = low // q * q + gf.sub[low % q, offset]  # [3] the switch of the first's column next to `high`
+        by_second = high // q * q + gf.add[high % q, offset]
         middles[:, 0] = np.where(across, np.where(in_first, by_first, by_second), middles[:, 0])
         middles[:, 1] = np.where(across, by_second, middles[:, 1])
         return middles, np.where(across, in_first.astype(int) + in_second, counts)
 
     def _crossing(self, one: Ints, other: Ints) -> Ints:
         """[1]: the line through (a, b) and (a', b'), m = (b - b') / (a - a'), or where two lines meet."""
-        import numpy as np
-
-        q, t = self.q, self._tables
+        q, gf = self.q, self.field
         half, x, y = one // (q * q), one // q % q, one % q
-        slope = t.times[t.minus[y, other % q], t.inverse[t.minus[x, other // q % q]]]
-        m_or_a = np.where(half == 0, slope, t.negative[slope])
-        product = t.times[m_or_a, x]
-        router: Ints = ((1 - half) * q + m_or_a) * q + np.where(half == 0, t.minus[y, product], t.plus[product, y])
+        slope = gf.mul[gf.sub[y, other % q], gf.inverse[gf.sub[x, other // q % q]]]
+        m_or_a = np.where(half == 0, slope, gf.neg[slope])
+        product = gf.mul[m_or_a, x]
+        router: Ints = ((1 - half) * q + m_or_a) * q + np.where(half == 0, gf.sub[y, product], gf.add[product, y])
         return router
-
-
-@dataclass(frozen=True)
-class _Tables:
-    """The field and the generators as arrays; `ways[half, d]` are the a with a and d - a in X, `port` where in X."""
-
-    plus: Any
-    minus: Any
-    times: Any
-    negative: Any
-    inverse: Any
-    port: Any
-    ways: Any
-    counts: Any
-
-    @classmethod
-    def of(cls, fly: SlimFly) -> _Tables:
-        import numpy as np
-
-        plus, times = np.array(fly.field.sums), np.array(fly.field.products)
-        negative = np.array(fly.field.negatives)
-        inverse = np.array([0, *map(fly.field.inverse, range(1, fly.q))])
-        port = np.full((2, fly.q), -1)
-        for half, steps in enumerate(fly.generators):
-            port[half, list(steps)] = range(len(steps))
-        found = [
-            [
-                [a for a in steps if fly.field.difference(d, a) in steps] if d and d not in steps else []
-                for d in range(fly.q)
-            ]
-            for steps in map(list, fly.generators)
-        ]
-        counts = np.array([[len(ways) for ways in half] for half in found])
-        widest = max(2, int(counts.max()))
-        ways = np.array([[ways + [0] * (widest - len(ways)) for ways in half] for half in found])
-        return cls(plus, plus[:, negative], times, negative, inverse, port, ways, counts)

@@ -1,13 +1,13 @@
 """What every network can be asked: who its neighbours are, and which links lie on the way; by arithmetic alone.
 
     host 0 ─┐                                ┌─ host 4        vertices   hosts, then switches: 0, 1, 2, ...
-    host 1 ─┼─ router 0 ───────── router 1 ──┼─ host 5        routers    that hosts stand at: the switches, or the
-    host 2 ─┘                                └─ host 6                   hosts themselves where there are none
+    host 1 ─┼─ router 0 ───────── router 1 ──┼─ host 5        routers    that hosts are connected to: the switches, or
+    host 2 ─┘                                └─ host 6                   the hosts themselves where there are none
 
     directed links, numbered without a gap
       [1] 0 .. H-1      host to its router           none where
       [2] H .. 2H-1     router to its host           hosts are routers
-      [3] 2H ..         router to router, kind by kind: the fabric
+      [3] 2H ..         router to router, kind by kind
 
 Nothing is stored for hosts or their pairs: a network of a billion hosts takes no more memory than one of 4. Counting
 bytes takes a few numbers for each link and each message; the ways of all messages are computed together, in numpy
@@ -18,24 +18,100 @@ Simulators keep routes in tables (SimGrid's Floyd zones, networkx's all-pairs pa
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
+
+import numpy as np
 
 from samestep.errors import UsageError
 from samestep.network.links import Link
-from samestep.network.topologies.cables import Cables
-
-if TYPE_CHECKING:
-    from numpy import float64, int64
-    from numpy.typing import NDArray
-
-    Ints = NDArray[int64]
-    Floats = NDArray[float64]
+from samestep.network.messages import Floats, Ints
 
 __all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class LinkTypes:
+    """What the links of a network cost; each link carries its bandwidth both ways at once.
+
+        rank ══intra_host══ rank                                 two ranks of one host; the network is not asked
+        rank                                                    rank
+          └ host ──host_port── switch ──router── switch ──host_port── host
+                                 └──global_link── switch of another group (dragonfly)
+
+    A message takes the latency of every link that it passes, and `overhead_s` once, for its two ends together: what is
+    measured from rank to rank is overhead and links in one. A data sheet has the links alone.
+
+    Attributes:
+        router: from a switch to a switch, or from a host to a host where there are no switches.
+        host_port: from a host to its switch; where None, the same as `router`.
+        global_link: from a group of a dragonfly to another; where None, the same as `router`.
+        intra_host: from a rank to another on its host; where None, the same as `host_port`.
+        ranks_per_host: ranks on each host.
+        overhead_s: seconds that a message takes beside its links, at both ends together.
+
+    Raises:
+        UsageError: fewer than 1 rank on a host, or an overhead or latency that is negative or infinite.
+
+    Example:
+        >>> link_types = LinkTypes(router=Link(0.5e-6, 25e9), intra_host=Link(2e-6, 300e9), ranks_per_host=8)
+        >>> link_types.port == link_types.router
+        True
+    """
+
+    router: Link
+    host_port: Link | None = None
+    global_link: Link | None = None
+    intra_host: Link | None = None
+    ranks_per_host: int = 1
+    overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_host < 1:
+            raise UsageError(f"ranks_per_host is {self.ranks_per_host}: give 1 or more")
+        if not 0 <= self.overhead_s < math.inf:
+            raise UsageError(f"a message takes {self.overhead_s} s beside its links: give seconds, 0 or more")
+        for name in ("router", "host_port", "global_link", "intra_host"):
+            link = getattr(self, name)
+            if link is not None and not math.isfinite(link.latency_s):
+                raise UsageError(f"the latency of link {name!r} is {link.latency_s} s: give seconds, 0 or more")
+
+    @property
+    def port(self) -> Link:
+        """From a host to its switch."""
+        return self.host_port or self.router
+
+    @property
+    def far(self) -> Link:
+        """From a group to another."""
+        return self.global_link or self.router
+
+    @property
+    def inside(self) -> Link:
+        """From a rank to another on its host."""
+        return self.intra_host or self.port
+
+
+class Size(NamedTuple):
+    """How large a network is.
+
+    Attributes:
+        name: the kind of network, with its numbers.
+        hosts: how many there are.
+        routers: all switches, or all hosts.
+        hosts_per_router: at each router that has any; those routers come first.
+        diameter: hops between routers, at most, by the minimal routing.
+    """
+
+    name: str
+    hosts: int
+    routers: int
+    hosts_per_router: int
+    diameter: int
 
 
 class Hop(NamedTuple):
@@ -52,30 +128,19 @@ class Hop(NamedTuple):
     shares: Floats
 
 
-class Legs(NamedTuple):
+class Segments(NamedTuple):
     """Ways from router to router, one for each message.
 
     Attributes:
         begins: the router where each begins.
         ends: the router where each ends.
-        keys: a number each, by which one of several equally short ways is taken; a host to be routed by destination.
+        path_hash: a number each, by which one of several equally short ways is taken; a host to be routed by
+            destination.
     """
 
     begins: Ints
     ends: Ints
-    keys: Ints
-
-
-class Turn(NamedTuple):
-    """What a round costs in which every rank r sends one byte to rank r + k.
-
-    Attributes:
-        latency_s: of the message that takes longest.
-        loads: bytes on the most loaded link of each kind, and the link.
-    """
-
-    latency_s: float
-    loads: tuple[tuple[float, Link], ...]
+    path_hash: Ints
 
 
 @dataclass(frozen=True)
@@ -83,62 +148,72 @@ class Topology(ABC):
     """A network of hosts.
 
     Attributes:
-        cables: what its links cost.
+        link_types: what its links cost.
     """
 
-    cables: Cables
-    direct: ClassVar[bool] = False  # hosts are the routers: there are no switches, and no ports [1] [2]
+    link_types: LinkTypes
+    hosts_are_routers: ClassVar[bool] = False  # there are no switches, and no ports [1] [2]
 
-    @property
+    @cached_property
     @abstractmethod
-    def name(self) -> str:
-        """What it is, with its numbers."""
-
-    @property
-    @abstractmethod
-    def hosts(self) -> int:
-        """How many there are."""
-
-    @property
-    @abstractmethod
-    def routers(self) -> int:
-        """How many there are: all switches, or all hosts."""
-
-    @property
-    @abstractmethod
-    def concentration(self) -> int:
-        """Hosts at each router that has any; those routers come first."""
+    def size(self) -> Size:
+        """How large it is."""
 
     @abstractmethod
-    def fabric(self) -> Sequence[tuple[int, Link]]:
+    def link_counts(self) -> Sequence[tuple[int, Link]]:
         """Returns how many links [3] there are of each kind, in the order of their numbers."""
 
     @abstractmethod
-    def wire(self, number: int) -> tuple[int, int]:
-        """Returns the routers that link `number` of the fabric leads from and to."""
+    def link_ends(self, number: int) -> tuple[int, int]:
+        """Returns the routers that link `number` of [3] leads from and to."""
 
     @abstractmethod
     def adjacent(self, router: int) -> list[int]:
         """Returns the routers that `router` has a link to."""
 
     @abstractmethod
-    def between(self, legs: Legs, *, every: bool) -> Iterator[Hop]:
-        """Yields the hops of each leg, in order; links are numbers within the fabric.
+    def hops(self, segments: Segments, *, split: bool) -> Iterator[Hop]:
+        """Yields the hops of each segment, in order; links are numbers within [3].
 
         Args:
-            legs: from router to router.
-            every: split evenly over all ways that are equally short, or take the one that the key says.
+            segments: from router to router.
+            split: evenly over all ways that are equally short, or take the one that the path hash says.
         """
+
+    @property
+    def name(self) -> str:
+        """The kind of network, with its numbers."""
+        return self.size.name
+
+    @property
+    def hosts(self) -> int:
+        """How many there are."""
+        return self.size.hosts
+
+    @property
+    def routers(self) -> int:
+        """How many there are: all switches, or all hosts."""
+        return self.size.routers
+
+    @property
+    def hosts_per_router(self) -> int:
+        """Hosts at each router that has any; those routers come first."""
+        return self.size.hosts_per_router
+
+    @property
+    def diameter(self) -> int:
+        """Hops between routers, at most, by the minimal routing."""
+        return self.size.diameter
 
     @property
     def ranks(self) -> int:
         """How many ranks it holds."""
-        return self.hosts * self.cables.local
+        return self.hosts * self.link_types.ranks_per_host
 
     @property
     def switches(self) -> int:
         """How many there are."""
-        return 0 if self.direct else self.routers
+        return 0 if self.hosts_are_routers else self.routers
 
     @property
     def vertices(self) -> int:
@@ -148,88 +223,60 @@ class Topology(ABC):
     @property
     def links(self) -> int:
         """Directed links: a cable is two."""
-        return self.first_of_fabric + sum(count for count, _ in self.fabric())
+        return self.first_router_link + sum(count for count, _ in self.link_counts())
 
     @property
-    def first_of_fabric(self) -> int:
+    def first_router_link(self) -> int:
         """The number of the first link [3]."""
-        return 0 if self.direct else 2 * self.hosts
-
-    @property
-    @abstractmethod
-    def diameter(self) -> int:
-        """Hops between routers, at most, by the minimal routing."""
-
-    def router(self, host: int) -> int:
-        """Returns the router that `host` stands at."""
-        return host // self.concentration
+        return 0 if self.hosts_are_routers else 2 * self.hosts
 
     def ends(self, link: int) -> tuple[int, int]:
         """Returns the vertices that `link` leads from and to."""
-        if link >= self.first_of_fabric:
-            tail, head = self.wire(link - self.first_of_fabric)
+        if link >= self.first_router_link:
+            tail, head = self.link_ends(link - self.first_router_link)
             return self._vertex(tail), self._vertex(head)
         host = link % self.hosts
-        switch = self._vertex(self.router(host))
+        switch = self._vertex(host // self.hosts_per_router)
         return (host, switch) if link < self.hosts else (switch, host)
 
     def neighbours(self, vertex: int) -> list[int]:
         """Returns the vertices that `vertex` has a link to."""
-        if self.direct:
+        if self.hosts_are_routers:
             return self.adjacent(vertex)
         if vertex < self.hosts:
-            return [self._vertex(self.router(vertex))]
+            return [self._vertex(vertex // self.hosts_per_router)]
         router = vertex - self.hosts
-        first = router * self.concentration
-        standing = range(first, first + self.concentration) if first < self.hosts else ()
-        return [*standing, *map(self._vertex, self.adjacent(router))]
-
-    def kinds(self) -> Sequence[tuple[int, Link]]:
-        """Returns how many links there are of each kind, in the order of their numbers."""
-        ports = () if self.direct else ((2 * self.hosts, self.cables.port_link),)
-        return (*ports, *self.fabric())
+        first = router * self.hosts_per_router
+        hosts = range(first, first + self.hosts_per_router) if first < self.hosts else ()
+        return [*hosts, *map(self._vertex, self.adjacent(router))]
 
     @cached_property
     def latencies(self) -> Floats:
         """Seconds of each link."""
-        import numpy as np
-
-        kinds = self.kinds()
-        return np.repeat([float(link.latency_s) for _, link in kinds], [count for count, _ in kinds])
+        return self._of_links([float(link.latency_s) for _, link in self._kinds])
 
     @cached_property
     def bandwidths(self) -> Floats:
         """Bytes a second of each link."""
-        import numpy as np
+        return self._of_links([float(link.bytes_per_s) for _, link in self._kinds])
 
-        kinds = self.kinds()
-        return np.repeat([float(link.bytes_per_s) for _, link in kinds], [count for count, _ in kinds])
-
-    def tally(self, legs: Legs, nbytes: Floats, *, every: bool) -> tuple[Floats, Floats]:
-        """Returns the bytes on each link of the fabric, and the latency of each leg.
+    def link_loads(self, segments: Segments, nbytes: Floats, *, split: bool) -> tuple[Floats, Floats]:
+        """Returns the bytes on each link [3], and the latency of each segment.
 
         Where ways of a message differ in latency, its latency is their mean, weighted by its bytes on each.
         """
-        import numpy as np
-
-        first = self.first_of_fabric
+        first = self.first_router_link
         load, latency = np.zeros(self.links - first), np.zeros(len(nbytes))
-        for messages, links, shares in self.between(legs, every=every):
+        for messages, links, shares in self.hops(segments, split=split):
             load += np.bincount(links, nbytes[messages] * shares, len(load))
             latency += np.bincount(messages, self.latencies[first + links] * shares, len(latency))
         return load, latency
 
-    def detour(self, legs: Legs, draws: Ints) -> list[Legs]:
-        """Returns the legs of ways that lead by a random router each, as the draws say (Valiant's routing)."""
+    def via_random(self, segments: Segments, draws: Ints) -> list[Segments]:
+        """Returns the segments of ways that lead by a random router each, as the draws say (Valiant's routing)."""
         middle = draws % self.routers
-        return [Legs(legs.begins, middle, legs.keys), Legs(middle, legs.ends, legs.keys)]
-
-    def turn(self, _distance: int) -> Turn | None:
-        """Returns what it costs that the rank on every host h sends one byte to that on h + distance, if known.
-
-        In closed form, by the minimal routing, all hosts taking part; None where the messages must be counted.
-        """
-        return None
+        first = Segments(segments.begins, middle, segments.path_hash)
+        return [first, Segments(middle, segments.ends, segments.path_hash)]
 
     def circuit(self) -> list[int] | None:
         """Returns the routers with hosts in an order in which each is a neighbour of the next, if known.
@@ -238,14 +285,66 @@ class Topology(ABC):
         """
         return None
 
+    def _of_links(self, values: Sequence[float]) -> Floats:
+        return np.repeat(values, [count for count, _ in self._kinds])
+
+    @property
+    def _kinds(self) -> Sequence[tuple[int, Link]]:
+        """How many links there are of each kind, in the order of their numbers."""
+        ports = () if self.hosts_are_routers else ((2 * self.hosts, self.link_types.port),)
+        return (*ports, *self.link_counts())
+
     def _vertex(self, router: int) -> int:
-        return router if self.direct else self.hosts + router
+        return router if self.hosts_are_routers else self.hosts + router
 
     def __str__(self) -> str:
-        local = self.cables.local
+        local = self.link_types.ranks_per_host
         ranks = f", {local} ranks on each" if local > 1 else ""
         switches = f"{self.switches} {'switch' if self.switches == 1 else 'switches'}"
         return f"{self.name}: {self.hosts} hosts{ranks}, {switches}, {self.links} directed links"
+
+
+@dataclass(frozen=True)
+class Switch(Topology):
+    """One switch that all hosts are connected to: no message waits but at its hosts' own ports.
+
+    Attributes:
+        ports: one for each host.
+
+    Example:
+        >>> print(Switch(LinkTypes(Link(1e-6, 12.5e9)), ports=16))
+        switch of 16 ports: 16 hosts, 1 switch, 32 directed links
+    """
+
+    ports: int
+
+    def __post_init__(self) -> None:
+        whole(self.ports, "the number of a switch's ports", 1)
+
+    @cached_property
+    def size(self) -> Size:
+        """One host at each port."""
+        return Size(f"switch of {self.ports} ports", self.ports, 1, self.ports, 0)
+
+    def link_counts(self) -> tuple[tuple[int, Link], ...]:
+        """Returns that there are none."""
+        return ()
+
+    def link_ends(self, number: int) -> tuple[int, int]:
+        """Refuses: there is no link between switches."""
+        raise IndexError(number)
+
+    def adjacent(self, _router: int) -> list[int]:
+        """Returns no switch."""
+        return []
+
+    def hops(self, _segments: Segments, *, split: bool) -> Iterator[Hop]:  # noqa: ARG002 - all ways are of no hops
+        """Yields nothing."""
+        return iter(())
+
+    def circuit(self) -> list[int]:
+        """Returns the switch."""
+        return [0]
 
 
 def whole(number: int, what: str, least: int, most: int | None = None) -> int:

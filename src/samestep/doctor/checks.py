@@ -1,0 +1,101 @@
+"""All checks of one machine at once, so that what waits for a disk or for torch does not hold up the rest.
+
+Inside a job, whose ranks srun or mpiexec has started, one process on each host runs them:
+
+    srun samestep doctor         mpiexec -n 4 samestep doctor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+
+from samestep.doctor import disk, environment, gpus, machine, network, software, trial
+from samestep.doctor.environment import ENVIRONMENT
+from samestep.doctor.finding import Finding, guarded
+from samestep.errors import SamestepError
+from samestep.rankenv import RankVariables
+
+__all__: list[str] = []
+
+
+TIMEOUTS = {"env": 10.0}  # seconds for all ranks to come; those variables may be left over, and nobody come
+TIMEOUT = 30.0
+LOOKING = 150.0  # seconds for all of them to look around
+
+
+def all_checks(folder: Path, busy: float = 0.0) -> dict[str, Callable[[], Iterable[Finding]]]:
+    """Returns all checks in the order in which they are shown; `busy` is how many cores others kept busy before."""
+    return {
+        "software": software.check,
+        "versions": software.check_versions,
+        "GPUs": gpus.check,
+        "cores and memory": lambda: machine.check(busy=busy),
+        "disk": lambda: disk.check(folder),
+        "network": network.check,
+        "variables": environment.check,
+        "a step of two ranks": trial.check,
+    }
+
+
+def run_checks(folder: Path, tell: Callable[[str], None] = lambda _: None, *, steps: bool = True) -> list[Finding]:
+    """Runs all checks; returns all lines in order.
+
+    Args:
+        folder: where runs would be written.
+        tell: is told which are still running.
+        steps: whether ranks take steps.
+    """
+    all_of_them = all_checks(folder, machine.busy_before())
+    chosen = {check: look for check, look in all_of_them.items() if steps or look is not trial.check}
+    with ThreadPoolExecutor(len(chosen)) as pool:
+        under_way = {pool.submit(_listed, check, look): check for check, look in chosen.items()}
+        tell(_left(under_way.values(), ()))
+        done: dict[str, list[Finding]] = {}
+        for future in as_completed(under_way):
+            done[under_way[future]] = future.result()
+            tell(_left(under_way.values(), done))
+    return [line for check in chosen for line in done[check]]
+
+
+def _listed(check: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    return list(guarded(check, look))
+
+
+def _left(all_of_them: Iterable[str], done: Iterable[str]) -> str:
+    finished = set(done)
+    return ", ".join(check for check in all_of_them if check not in finished)
+
+
+def check_job(variables: RankVariables, folder: Path) -> tuple[list[Finding], bool]:
+    """Returns the lines of all hosts, and whether this process is the one to show them.
+
+    Collective: every process of the job must call it.
+    """
+    import samestep
+    from samestep.doctor import pairwise
+    from samestep.doctor.link_findings import judge
+    from samestep.runtime.exchange import all_gather_json
+
+    try:
+        timeout = TIMEOUTS.get(variables.source, TIMEOUT)
+        with samestep.world(backend="gloo", device="cpu", timeout=LOOKING, join_timeout=timeout) as world:
+            leads = world.local_rank == 0
+            lines = run_checks(folder, steps=world.is_first) if leads else []
+            host = pairwise.own_name()
+            gathered = all_gather_json(world.everyone, [replace(line, host=host).as_json() for line in lines])
+            found = [Finding(**line) for lines in gathered for line in lines]
+            return [*found, *judge(pairwise.measure(world, folder))], world.is_first
+    except (SamestepError, RuntimeError) as error:
+        return [_alone(variables, error), *run_checks(folder)], variables.rank == 0
+
+
+def _alone(variables: RankVariables, error: Exception) -> Finding:
+    said = str(error).splitlines()[0]
+    text = (
+        f"{variables.source} says that this is rank {variables.rank} of {variables.size}, and they do not meet: {said}"
+    )
+    fix = f"unset {' '.join(ENVIRONMENT)}  # or start the doctor as the ranks are started: srun samestep doctor"
+    return Finding("ranks of this job", "error", text, "a training started like this waits, and fails", fix)
