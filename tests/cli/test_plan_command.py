@@ -166,7 +166,7 @@ def test_a_batch_that_grows_is_said_to_be_larger(files, capsys) -> None:
             f"'{FEWEST - 1}' is not a number of steps; give {FEWEST} or more: their median is taken",
         ),
         (("--cluster", "{cluster}", "--profile", "{profile}", "--json", "no/such/plan.json"), "make it first"),
-        (("--cluster", "{cluster}", "--profile", "{cluster}"), "no JSON"),
+        (("--cluster", "{cluster}", "--profile", "{cluster}"), "is not valid JSON"),
         (("--cluster", "{profile}", "--profile", "{profile}"), "is not valid TOML"),
     ],
 )
