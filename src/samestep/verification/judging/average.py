@@ -9,7 +9,7 @@ is no proof where a loss is anything but a mean over its rank's values, or depen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,33 +25,28 @@ from samestep.verification.report import Report
 __all__: list[str] = []
 
 EVERY_ZERO = "every gradient is zero, on the ranks and in one process"
-OWN = "the ranks' gradients were compared with the mean of what each computes by itself"
-REMARK = f"the samples come from no DataLoader, and one process takes others: {OWN}"
+REMARK = (
+    "the samples come from no DataLoader, and one process takes others: the ranks' gradients were compared with the "
+    "mean of what each computes by itself"
+)
 _NEAR = 1e-3  # of a weight
 _CUT = 0.75  # of the samples of one process, at most, that a rank has where the data are cut
 _BY_CHANCE = 0.02  # of the samples that may be alike without being one
 _FEWEST = 8  # numbers in a gradient that is no multiple of others by chance
 _BRINGING = {"all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "all_to_all"}
 _NO_LOADER = "no DataLoader tells which samples were trained on"
-OTHERS = "one process takes other samples"
+_OTHERS = "one process takes other samples"
 _UNKNOWN = "what each rank computes by itself is not known"
 _CHANGED = "the ranks' gradients are not a weighted sum of what each computes by itself"
 _BROUGHT = "the loss depends on what the ranks bring together at {}"
 _NO_MEANS = "no rank's loss is a plain mean over its samples: whether the average is that of all is open"
 
 
-def judge(record: Record, steps: list[Event], report: Report, because: str = OTHERS) -> None:
-    """Adds what the gradients of these steps, whose values were kept, are beside those of each rank.
-
-    Args:
-        record: of the ranks.
-        steps: those of the first rank.
-        report: to add to.
-        because: why one process cannot be given the ranks' samples.
-    """
+def judge(record: Record, steps: list[Event], report: Report) -> None:
+    """Adds what the gradients of these steps, whose values were kept, are beside those of each rank."""
 
     def leave_open(why: str) -> None:
-        report.cover("gradients", unchecked(f"{because}, and {why}"))
+        report.cover("gradients", unchecked(f"{_OTHERS}, and {why}"))
 
     worst, seen = 0.0, 0
     for step in steps:
@@ -84,7 +79,7 @@ def judge(record: Record, steps: list[Event], report: Report, because: str = OTH
     if not seen:
         report.cover("gradients", unchecked(EVERY_ZERO))
         return
-    report.remarks.append(REMARK if because == OTHERS else f"{because}: {OWN}")
+    report.remarks.append(REMARK)
     report.cover("gradients", DECLARED, f"worst error {worst:.1e}, {plural(seen, 'step')}")
 
 
@@ -96,7 +91,7 @@ def _judge(
     found = numerics.fit(ours, [torch.as_tensor(right)])
     if not found.left <= numerics.limit(0.0, record.gradients(step)):  # weights of nearly parallel parts tell little
         if weights.is_plain:
-            report.add([_mean_of_means(record, step, weights.shares, numerics.fit(ours, parts).factors)])
+            report.add([mean_of_means(record, step, weights.shares, numerics.fit(ours, parts).factors)])
         return weights.is_plain
     clipped = clipping(record, step)
     total, size = found.factors[0] / (clipped or 1.0), record.size
@@ -239,7 +234,8 @@ def scaled(record: Record, step: Event, total: float) -> Finding:
     )
 
 
-def _mean_of_means(record: Record, step: Event, right: tuple[float, ...], shares: tuple[float, ...]) -> Finding:
+def mean_of_means(record: Record, step: Event, right: Sequence[float], shares: Sequence[float]) -> Finding:
+    """Returns the finding for ranks that count otherwise in an average than by the number of their values."""
     told = [", ".join(f"{one:.3f}" for one in each) for each in (right, shares)]
     return Finding(
         code="gradient-differs",

@@ -11,7 +11,7 @@ from typing import Any
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, REFUTED, unchecked
 from samestep.verification.journal import Event
-from samestep.verification.judging import average, by_hand, in_turn, repeated
+from samestep.verification.judging import average, by_hand, by_rank, in_turn, repeated
 from samestep.verification.judging import local_steps as local
 from samestep.verification.judging.average import EVERY_ZERO
 from samestep.verification.judging.explanations import Explanations
@@ -116,9 +116,8 @@ class Comparison:
     def judge_known(self, common: list[Event], report: Report) -> None:
         """Compares steps for which the ranks' gradients are known."""
         if self.whole.apart is not None:
-            average.judge(
-                self.record, common, report, f"the ranks' batches cannot be joined to one: {self.whole.apart}"
-            )
+            why = f"the ranks' batches cannot be joined to one: {self.whole.apart}"
+            by_rank.judge(self.record, self.others.of_ranks(), common, report, why)
             return
         others = self.has_other_samples(common) or self.draws_others()
         if others and (strided := self._strided(common)) is not None:
@@ -202,7 +201,7 @@ class Comparison:
         worst = max(one.worst for one in apart.values())
         chance = None if are_multiples else chance_of(self.whole)
         if chance is not None and worst > self._limit(common[0]):
-            average.judge(self.record, common, report, chance)
+            by_rank.judge(self.record, self.others.of_ranks(), common, report, chance)
             return
         broken = next((event for event in common if math.isinf(apart[event["event"]].worst)), None)
         if broken is not None:
@@ -285,7 +284,17 @@ class Comparison:
         """Whether one process, which cuts the data by itself, trains on other samples than the ranks together."""
         windows = {event["window"] for event in common}
         alone = model_inputs(self.whole.record.ranks, windows)
-        return bool(alone) and alone != model_inputs(self.record.data.ranks, windows)
+        differ = bool(alone) and alone != model_inputs(self.record.data.ranks, windows)
+        return differ and not self._choose_alike(windows)
+
+    def _choose_alike(self, windows: set[int]) -> bool:
+        """Whether equal random places, on all ranks and in one process, decide which samples are used in a step.
+
+        Then they are the same ones, which ranks cut otherwise than by samples: sequences into stretches, say.
+        """
+        told = [_chosen(rank.of("draw"), windows) for rank in self.record.data.ranks]
+        alone = [_chosen(rank.of("own_draw"), windows) for rank in self.whole.record.ranks]
+        return len(told[0]) >= len(windows) and all(one == told[0] for one in [*told, *alone])
 
     @cached_property
     def _in_step(self) -> InStep:
@@ -356,6 +365,12 @@ class Comparison:
         report.add([found])
         if found.severity == "note":
             report.cover("gradients", DECLARED)
+
+
+def _chosen(draws: list[Event], windows: set[int]) -> dict[str, str]:
+    """Place -> digest of the whole numbers that were drawn in some windows."""
+    named = [one for one in draws if int(one["place"].partition("|")[0]) in windows and one["digest"] is not None]
+    return {one["place"]: one["digest"] for one in named if one.get("whole")}
 
 
 def _why_unmeasured(again: Run) -> str:

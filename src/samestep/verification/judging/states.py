@@ -16,7 +16,7 @@ from typing import Any
 
 from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
 from samestep.verification.journal import Event, place_of
-from samestep.verification.judging.causes import JOIN, NO_GROUP, of_gradients, of_parameters
+from samestep.verification.judging.causes import JOIN, NO_GROUP, OUTSIDE, diverged, of_gradients, of_parameters
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.words import listed, plural
@@ -34,6 +34,7 @@ def judge(record: Record, report: Report, own_pace: Callable[[], Record] | None 
     if record.steps == 0:
         for name in ("initial_state", "gradients", "parameters"):
             report.cover(name, unchecked("no optimizer step was seen"))
+        report.add(_unequal_copies(record))
         return
     order = list(orders(record))
     report.add(order)
@@ -53,6 +54,16 @@ def judge(record: Record, report: Report, own_pace: Callable[[], Record] | None 
         report.cover("parameters", copies, f"{why}: alike before the first step and behind every average")
     _stale(record, report, own_pace)
     report.add(_undone(record))
+
+
+def _unequal_copies(record: Record) -> Iterator[Finding]:
+    """Whether models that a wrapper keeps alike have other values on some rank, where no step is seen."""
+    for index, events in enumerate(zip(*(rank.of("replicas") for rank in record.ranks), strict=False)):
+        if (bad := differing_ranks(list(events), "parameters")) is not None:
+            rank, names = bad
+            told = (record.ranks[0].number, record.ranks[rank].number, max(index - 1, 0), names)
+            yield diverged(*told, f"before backward pass {index}", OUTSIDE, events[0]["where"])
+            return
 
 
 def _undone(record: Record) -> Iterator[Finding]:

@@ -47,7 +47,8 @@ def keep(journal: TraceWriter, place: str, name: str, value: Any, *, within: boo
     kept = journal.keep(lambda path: save_unreported(tensor.detach().cpu(), path))
     shape = list(tensor.shape)
     told = digest(torch.as_tensor(tensor))
-    journal.write("draw", place=place, name=name, shape=shape, digest=told, kept=kept, within=within)
+    whole = are_whole(tensor)
+    journal.write("draw", place=place, name=name, shape=shape, digest=told, kept=kept, within=within, whole=whole)
 
 
 def note_order(journal: TraceWriter, where: str, name: str, value: Any) -> None:
@@ -59,6 +60,11 @@ def note_order(journal: TraceWriter, where: str, name: str, value: Any) -> None:
     tensor = as_tensor(value)
     if tensor is not None and tensor.numel() > 1:
         journal.write("order", where=where, name=name, digest=digest(torch.as_tensor(tensor)))
+
+
+def are_whole(tensor: Any) -> bool:
+    """Returns whether drawn numbers may be places of samples."""
+    return tensor.dim() > 0 and not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def as_tensor(value: Any) -> Any:

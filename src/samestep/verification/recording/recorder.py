@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +45,7 @@ MOST_ENDS = 2  # and so many that end a pass over the data, which may be shorter
 LOCAL_NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}  # whose statistics are of a rank's samples
 MOST_EVALUATED = 4  # and so many in which an evaluation runs
 MOST_AVERAGED = 8  # and so many uses of models that no optimizer steps, whose parameters are told
+MOST_REPLICAS = 16  # looks at copies of a model while no step is seen
 _NOISY = 4  # and so many batches of a pass for which a dataset's own generators are looked at
 WHOLE = 2  # passes over each loader whose samples are all told
 
@@ -72,6 +74,8 @@ class Recorder(Witness):
         self._unit = 0.0  # the unit roundoff of the coarsest leaf of this window's backward passes
         self._own: Any = None  # an OwnGradients, once an optimizer is there
         self.compressing = Compressing(self.journal, first=seat.rank == 0, wanted=lambda: self._sampled)
+        self._replicas: list[weakref.ref[Any]] = []  # models in DistributedDataParallel
+        self._replicas_told = 0
         self._datasets: dict[str, Any] = {}
         self._dropped_in = -1
         self._loaded: str | None = None
@@ -327,6 +331,7 @@ class Recorder(Witness):
 
         if kind == "DistributedDataParallel":
             watch_bare_forward(self, model)
+            self._replicas.append(weakref.ref(model))
         if self.sources is not None:
             self.sources.enter()
         self.journal.write(
@@ -360,8 +365,31 @@ class Recorder(Witness):
         self.open_window()
         if self._sampled and root is not None:
             self._unit = max(self._unit, unit_of(root))
+        self._note_replicas(where)
         self.micro += 1
         self.journal.write("backward", window=self.window, where=where, terms=terms_of(root), **scale_of(root))
+
+    def _note_replicas(self, where: str) -> None:
+        """Where no step is seen, the parameters that a wrapper declares to be copies tell whether ranks stay alike."""
+        if self.optimizers.all or not self._replicas or self._replicas_told >= MOST_REPLICAS:
+            return
+        self._replicas_told += 1
+        self.journal.write("replicas", where=where, parameters=digests(self.replicated()))
+        if self.sources is not None:
+            self.sources.begin_step()
+            self.sources.end_step()
+
+    def replicated(self) -> dict[str, Any]:
+        """Returns the parameters, by name, of models in DistributedDataParallel that it does not ignore."""
+        from samestep.verification.recording.naming import bare
+
+        models = [one for known in self._replicas if (one := known()) is not None]
+        return {
+            bare(name): parameter
+            for model in models
+            for name, parameter in model.module.named_parameters()
+            if name not in getattr(model, "parameters_to_ignore", ())
+        }
 
     def after_backward(self) -> None:
         """Writes down how large one gradient is by now: whether somebody divides it before the step."""

@@ -239,9 +239,14 @@ class Witness(Observer, Callbacks):
         from samestep.verification.recording.sources import SourceTrace
 
         def parameters() -> dict[str, Any]:
-            return {name: one for each in self.optimizers.all for name, one in self.optimizers.parameters(each).items()}
+            own = {name: one for each in self.optimizers.all for name, one in self.optimizers.parameters(each).items()}
+            return own or self.replicated()
 
         self.sources = SourceTrace(self.journal, parameters, lambda: self.window)
+
+    def replicated(self) -> dict[str, Any]:
+        """Returns the parameters, by name, that a wrapper declares to be copies."""
+        return {}
 
     def given(self, batch: Any) -> Any:
         """Returns a batch as the script gets it: in float64 where the run computes so."""

@@ -351,12 +351,16 @@ class Alone(Witness):
 
     def before_backward(self, root: Any, where: str) -> None:
         """A window without a DataLoader begins here at the latest."""
+        from samestep.verification.recording.losses import terms_of
+
         del where
         if root is not None:
             self.begin_backward(root)
         self.evaluations.end()
         self.open_window()
         self.micro += 1
+        if len(self._ranks) == 1:
+            self.journal.write("loss", event=self._event, terms=terms_of(root))
 
     def after_backward(self) -> None:
         """Keeps what has added up so far, where that is asked for."""
@@ -472,7 +476,8 @@ class Alone(Witness):
 
     def on_random(self, name: str, where: str, value: Any) -> Any:
         """Hands out what the ranks have drawn."""
-        from samestep.verification.recording.chance import as_tensor, joined
+        from samestep.runtime.digest import digest
+        from samestep.verification.recording.chance import are_whole, as_tensor, joined
 
         if self.optimizers.all and not self.is_loading:
             self.evaluations.drew(value)
@@ -483,8 +488,11 @@ class Alone(Witness):
         place = self.draws.place(self.window, where)
         if self._turns > 1:
             return self._drawn_in_turn(name, place, value)
-        shape = getattr(as_tensor(value), "shape", None)
-        self.journal.write("own_draw", place=place, shape=None if shape is None else list(shape))
+        drawn = as_tensor(value)
+        about: dict[str, Any] = {"shape": None, "digest": None}
+        if drawn is not None:
+            about = {"shape": [*drawn.shape], "digest": digest(drawn), "whole": are_whole(drawn)}
+        self.journal.write("own_draw", place=place, **about)
         if self._replayed and not self.is_open:
             return value  # before its samples are there, which are the ranks' already
         held = self._drawn.get(place, [])
