@@ -154,6 +154,26 @@ def test_dropout_that_is_the_same_on_two_ranks_is_found(other: str, severity: st
     )
 
 
+@pytest.mark.parametrize(
+    ("first", "other", "step_found"),
+    [("abcde", "xyzde", 3), ("abcde", "abcde", None), ("abcde", "vwxyz", None), ("abcde", "abcyz", None)],
+    ids=["from a step on", "always", "never", "at first"],
+)
+def test_noise_that_is_the_same_on_two_ranks_from_a_step_on_is_found(
+    first: str, other: str, step_found: int | None
+) -> None:
+    """A restart gives every rank the random state of one."""
+
+    def rank(digests: str) -> list[Event]:
+        about = {"kind": "draw", "name": "torch.randn", "shape": [8, 4], "kept": None, "within": False}
+        return [{**about, "place": f"{i}|train.py:51|1", "digest": one} for i, one in enumerate(digests)]
+
+    found = chance_findings(record(rank(first), rank(other)))
+    assert [(one.step, one.where, one.severity) for one in found] == (
+        [] if step_found is None else [(step_found, "train.py:51", "error")]
+    )
+
+
 def test_workers_that_begin_with_the_same_random_state_are_found() -> None:
     def worker(number: int, state: str, *used: str) -> Event:
         return {"kind": "worker", "key": "a.py:9#1", "worker": number, "used": used, "states": {"numpy": state}}

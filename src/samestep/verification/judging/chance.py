@@ -25,6 +25,7 @@ def judge(record: Record, whole: Run, report: Report) -> None:
     record = record.data
     drawn = [{event["place"]: event for event in rank.of("draw") if event["within"]} for rank in record.ranks]
     report.add(_alike(record, drawn, whole))
+    report.add(_no_longer_apart(record))
     report.add(_masks(record))
     report.add(_workers(record))
     report.add(_noise(record, drawn))
@@ -54,6 +55,38 @@ def _alike(record: Record, drawn: list[dict[str, dict[str, object]]], whole: Run
                     fix="torch.manual_seed(seed + rank)    # after the model is made, which all ranks seed alike",
                 )
                 return
+
+
+def _no_longer_apart(record: Record) -> Iterator[Finding]:
+    """Noise that is another on each rank at first, and the same from some step on: a state that one rank had saved."""
+    told = [_by_line(rank.of("draw")) for rank in record.ranks]
+    for rank, theirs in enumerate(told[1:], 1):
+        for line, windows in theirs.items():
+            first = told[0].get(line, {})
+            common = sorted(windows.keys() & first.keys())
+            alike = [window for window in common if windows[window] == first[window]]
+            apart = [window for window in common if windows[window] != first[window]]
+            if len(alike) > 1 and apart and max(apart) < min(alike):
+                yield Finding(
+                    code="random-streams",
+                    rank=record.ranks[rank].number,
+                    step=alike[0],
+                    where=line.rpartition("|")[0],
+                    cause=f"from step {alike[0]} on rank {record.ranks[rank].number} draws the very numbers that rank "
+                    "0 draws; before, it drew others",
+                    fix="save and restore each rank's own random state",
+                )
+                return
+
+
+def _by_line(draws: list[Event]) -> dict[str, dict[int, str]]:
+    """Line and number of noise that is drawn there -> window -> digest."""
+    found: dict[str, dict[int, str]] = {}
+    for one in draws:
+        if one["name"] in _NOISE and one["digest"] is not None and _is_much(one["shape"]):
+            window, _, line = one["place"].partition("|")
+            found.setdefault(line, {})[int(window)] = one["digest"]
+    return found
 
 
 def _workers(record: Record) -> Iterator[Finding]:

@@ -1,0 +1,54 @@
+"""Gradients beside what one process makes of each rank's samples alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from journals import Event, record, trained
+
+from samestep.verification.judging import by_rank
+from samestep.verification.report import Report
+
+ONE, OTHER = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([4.0, -1.0, 0.0, 2.0])
+WHY = "their shapes differ"
+
+
+def mean(count: float, factor: float = 1.0) -> dict[str, object]:
+    return {"factor": factor, "mean": True, "count": count, "shape": [int(count)]}
+
+
+def sum_of(items: float) -> dict[str, object]:
+    return {"factor": 1 / items, "mean": False, "count": None, "shape": [8, 16]}
+
+
+@pytest.mark.parametrize(
+    ("used", "terms", "said"),
+    [
+        (0.5 * ONE + 0.5 * OTHER, ([mean(8)], [mean(8)]), "agrees as declared"),
+        (0.5 * ONE + 0.5 * OTHER, ([mean(8)], [mean(4)]), "gradient-differs"),  # a mean of means
+        (0.75 * ONE + 0.25 * OTHER, ([sum_of(30)], [sum_of(10)]), "agrees as declared"),  # over all ranks' tokens
+        (0.5 * ONE + 0.5 * OTHER, ([sum_of(30)], [sum_of(10)]), "gradient-differs"),
+        (ONE + OTHER, ([mean(8)], [mean(8)]), "gradient-scale"),
+        (0.5 * ONE + 0.5 * OTHER, ([mean(8, 0.3), mean(8, 0.7)], [mean(8, 0.6), mean(8, 0.4)]), "agrees as declared"),
+        (0.75 * ONE + 0.25 * OTHER, ([], []), "agrees as declared"),  # weighed by something, and together once
+        (0.5 * ONE + 0.5 * OTHER, ([], []), "not checked"),
+        (torch.tensor([5.0, -1.0, 1.0, 7.0]), ([mean(8)], [mean(8)]), "not checked"),
+        (0 * ONE, ([mean(8)], [mean(8)]), "not checked"),
+    ],
+)
+def test_the_ranks_gradient_is_a_mean_weighed_by_values(
+    tmp_path: Path, used: torch.Tensor, terms: tuple[list[object], list[object]], said: str
+) -> None:
+    runs = []
+    for rank, (gradient, told) in enumerate(zip((ONE, OTHER), terms, strict=True)):
+        loss: Event = {"kind": "loss", "event": 0, "terms": told}
+        run = trained(tmp_path / str(rank), [gradient if used.any() else used], [loss])
+        runs.append(run)
+    ours, report = trained(tmp_path / "ranks", [used]).record, Report(ranks=2)
+    ours = replace(ours, ranks=[ours.ranks[0], *record(list(ours.ranks[0].events)).ranks])
+    by_rank.judge(ours, runs, ours.ranks[0].steps, report, WHY)
+    assert [one.code for one in report.errors] == ([said] if said.startswith("gradient") else [])
+    assert report.errors or report.coverage["gradients"].partition(":")[0] == said
