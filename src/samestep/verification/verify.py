@@ -29,6 +29,7 @@ from samestep.verification.judging import (
     control,
     evaluation,
     moved,
+    parts,
     reached,
     samples,
     shards,
@@ -198,6 +199,9 @@ def _verified(runner: Runner, steps: int) -> Report:
         ):
             with leaving_open(report):
                 judge(record, report)
+    if whole is not None and record.steps and not record.is_cut and foreign is not None and not whole.has_failed:
+        with leaving_open(report):
+            parts.judge(record, whole, report)
     if record.ranks and whole is not None and foreign is None:
         with leaving_open(report):
             chance.judge(record, whole, report)

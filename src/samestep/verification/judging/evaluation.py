@@ -41,6 +41,7 @@ __all__: list[str] = []
 
 _CHOSEN = {"MAX", "MIN"}  # reductions that bring one rank's number
 _OF_AVERAGES = 1e-2  # of a tensor's norm: so far apart are averages of what has drifted apart by rounding
+_MISCOUNTED = 0.02  # of a count: hits differ by rounding, and padding adds few samples
 _STEADY = 1e-3  # of a number that one process comes to twice
 _CLOSE = 1e-4  # of a sum; the parameters are the same, so this is rounding
 
@@ -58,6 +59,7 @@ def judge(record: Record, alone: Record | None, report: Report, permuted: Callab
     """
     report.add(_averaged(record))
     report.add(_loaded_apart(record))
+    report.add(_counted(record, alone))
     out_of_step = alone is not None and any(rank.of("out_of_step") for rank in alone.ranks)
     if REFUTED in {report.coverage.get(name) for name in ("initial_state", "parameters", "parameter_order")}:
         alone = None  # the ranks evaluate different models
@@ -100,6 +102,25 @@ def judge(record: Record, alone: Record | None, report: Report, permuted: Callab
         report.cover("evaluation", unchecked(unseen))
     else:
         report.cover("evaluation", AGREES, "each sample once; neither a sum nor a metric was seen")
+
+
+def _counted(record: Record, alone: Record | None) -> Iterator[Finding]:
+    """Whether what ranks count together while they train is what one process counts, or N times as much."""
+    told = {} if alone is None or not alone.ranks else {_count_of(one): one for one in alone.ranks[0].of("counted")}
+    for mine in record.ranks[0].of("counted") if record.ranks else ():
+        theirs = told.get(_count_of(mine))
+        if theirs is None or len(theirs["values"]) != len(mine["values"]) or theirs["window"] != mine["window"]:
+            continue
+        sizes = {1, record.size, _size(mine["group"], record.size)}
+        for one, other in zip(mine["values"], theirs["values"], strict=True):
+            is_count = one.is_integer() and other.is_integer() and other > 1
+            if is_count and not any(_close(one / size, other, _MISCOUNTED) for size in sizes):
+                yield _inexact(mine["where"], one, other, record.size)
+                return
+
+
+def _count_of(event: Event) -> tuple[str, int]:
+    return event["where"], event["number"]
 
 
 def _compared(

@@ -6,8 +6,9 @@ behind the load     0 1 2 3 4 │ 5 6 7 …         skipped: 0-4, as many as wer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
@@ -108,8 +109,11 @@ def _of(going: _Pass, used: list[Event], usual: dict[str, int]) -> Resumed:
     return Resumed(going.where, used, going.batches[:skipped], going.batches[skipped] if going.backwards else None)
 
 
-def judge(record: Record) -> Iterator[Finding]:
-    """Yields the first pass that begins at another place than where its training was saved."""
+def judge(record: Record, own_pace: Callable[[], Record] | None = None) -> Iterator[Finding]:
+    """Yields the first pass that begins at another place than where its training was saved.
+
+    Where samples have no index, one process that goes its own way, `own_pace`, tells which of them a step uses.
+    """
     for rank in record.ranks:
         for one in resumed(rank):
             if any(batch["indices"] is None for batch in [*one.used, *one.skipped]):
@@ -126,6 +130,43 @@ def judge(record: Record) -> Iterator[Finding]:
             elif used - skipped:
                 yield _twice(rank, one, len(used - skipped))
                 return
+    is_unknown = all(batch["indices"] is None for rank in record.ranks for batch in rank.of("batch"))
+    if own_pace is not None and is_unknown and record.ranks and record.steps:
+        yield from _others_behind(record, own_pace)
+
+
+def _others_behind(record: Record, own_pace: Callable[[], Record]) -> Iterator[Finding]:
+    """Whether ranks together use one process's samples at every step before a load, and others behind it."""
+    resumed_at = [event["event"] for event in record.ranks[0].of("resumed") if 1 < event["event"] < record.steps]
+    if not resumed_at or not record.is_alike:
+        return
+    first = record.ranks[0].steps[resumed_at[0]]
+    before = {step["window"] for step in record.ranks[0].steps if step["event"] < first["event"]}
+    alone = own_pace()
+    if len(before) < 2 or _rows(record, before) != _rows(alone, before):
+        return
+    mine, theirs = (_rows(one, {first["window"]}) for one in (record, alone))
+    if mine and theirs and mine != theirs:
+        used = {row for _, row in _rows(record, before)}
+        again = sum(row in used for _, row in mine)
+        passes = [event for event in record.ranks[0].events if event["kind"] in {"pass", "resumed"}]
+        begun = [one["where"] for one, then in pairwise(passes) if one["kind"] == "pass" and then["kind"] == "resumed"]
+        twice = f", {plural(again, 'sample')} of them for the second time" if again else ""
+        yield Finding(
+            code="samples-repeated" if again else "samples-missing",
+            step=first["event"],
+            where=begun[-1] if begun else record.ranks[0].backward_of(first),
+            cause=f"until step {first['event']} the ranks together use one process's samples at every step, and behind "
+            f"the load others{twice}",
+            fix="count what is skipped in the unit in which it was saved: samples of one rank, or of all ranks",
+        )
+
+
+def _rows(record: Record, windows: set[int]) -> set[tuple[int, str]]:
+    """The samples that were used in some windows, with the window."""
+    batches = [one for rank in record.data.ranks for one in rank.of("batch", "input") if one["window"] in windows]
+    loaded = [one for one in batches if one["kind"] == "batch" and one["training"]]
+    return {(one["window"], row) for one in loaded or batches for row in one["rows"]}
 
 
 _FIX = "skip what was used, or save the position in the data: samestep.checkpoint(…, data=batches) does"

@@ -129,6 +129,7 @@ def judge(record: Record, report: Report, own_pace: OwnPace | None = None) -> No
         report.cover(
             "data", unchecked("no DataLoader tells which samples were trained on, and no gradients were compared")
         )
+        report.add(resumed.judge(record, own_pace))
         return
     for group in training:
         report.add(
@@ -136,7 +137,7 @@ def judge(record: Record, report: Report, own_pace: OwnPace | None = None) -> No
         )
     report.add(_orders(training, draws=any(rank.of("order") for rank in record.ranks)))
     report.add(_dropped(record, training))
-    report.add(resumed.judge(record))
+    report.add(resumed.judge(record, own_pace))
     whole = [group for group in training if _is_whole(group, record)]
     notes = [finding for finding in report.findings if finding.property == "data"]
     margin = f"{plural(len(whole), 'epoch')} of {plural(len(training[0]), 'rank')}" if whole else None

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,10 @@ _GROUPS = (
 )
 
 
+_MOST_COUNTS = 16  # numbers of a sum that counts anything
+_MOST_COUNTED = 64  # such sums of a line
+
+
 class StopRecording(SystemExit):
     """Everything that was asked for has been seen; no `except Exception` shall catch it."""
 
@@ -69,6 +74,7 @@ class Witness(Observer, Callbacks):
         self._traced = 0  # evaluations whose lines were kept
         self.path: Any = None  # a PathTrace, while this run looks for what was decided
         self.sources: Any = None  # a SourceTrace, while it looks for draws, hashes and writes
+        self._counted: Counter[str] = Counter()  # line -> sums of counts that were written there
         self.window = 0
         self.micro = 0  # backward passes of this window, so far
         self.is_open = False  # something of this window has been seen
@@ -281,9 +287,25 @@ class Witness(Observer, Callbacks):
             self._make_lines()  # what is brought together before a forward may be what its loss is divided by
         if self.lines is not None:
             self.lines.note(call.name, call.tensors, sys._getframe(1))  # noqa: SLF001
+        self._note_counts(call, waits=waits)
         if self.window and not self.micro and not torch.is_grad_enabled():
             self.evaluations.notice()
         self.evaluations.collected(call.description, call.tensors, waits=waits)
+
+    def _note_counts(self, call: CollectiveCall, *, waits: bool) -> None:
+        """Writes down what ranks add up while they train, if it counts anything: samples, tokens, hits."""
+        about, tensors = call.description, call.tensors
+        is_sum = about["op"] == "all_reduce" and about["reduce"] in {None, "SUM"} and len(tensors) == 1 and not waits
+        place = about["where"]
+        if not is_sum or self.evaluations.phase is not None or self._counted[place] >= _MOST_COUNTED:
+            return
+        tensor = getattr(tensors[0], "_local_tensor", tensors[0]).detach()
+        if tensor.numel() <= _MOST_COUNTS and not tensors[0].requires_grad:
+            values = tensor.double().flatten().tolist()
+            if any(value.is_integer() and value > 1 for value in values):
+                self._counted[place] += 1
+                told = {"number": self._counted[place], "group": about["group"], "values": values}
+                self.journal.write("counted", window=self.window, where=place, **told)
 
     def on_file_write(self, path: str | os.PathLike[str]) -> None:
         """Notes it, so that the next run finds the file as this one did."""

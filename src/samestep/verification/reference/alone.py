@@ -246,6 +246,8 @@ class Alone(Witness):
 
         self.is_open = True
         self._known = {one.samestep_number for one in self.optimizers.all}
+        if not self.window:
+            self.journal.write("own_digests", parameters=self.optimizers.digests()["parameters"])
         if not self.window and self.record.is_cut:
             own = {name: one for each in self.optimizers.all for name, one in self.optimizers.parameters(each).items()}
             kept = self.journal.keep(lambda path: save_unreported(self._locals(own), path))

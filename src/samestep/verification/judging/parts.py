@@ -1,0 +1,82 @@
+"""What can be compared of a model that a script cuts over the ranks by itself: tensor, sequence or expert parallelism.
+
+    one process   up.weight [64, 32]   norm.weight [32]   bias [32]
+    rank 0        up.weight [32, 32]   norm.weight [32]   bias [32]       the last two begin with one process's numbers
+
+The first step is compared, which all begin alike. If most of these gradients are one process's, so are the parts that
+are not seen, and one that is not is wrong by itself: each rank has a part of it that nobody adds up, or it is added up
+once too often. The rest of such a training stays open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from samestep.verification import numerics
+from samestep.verification.findings import Finding
+from samestep.verification.judging.record import Record
+from samestep.verification.judging.single import Run
+from samestep.verification.judging.words import listed
+from samestep.verification.report import Report
+
+__all__: list[str] = []
+
+_FEWEST = 3  # gradients that are one process's
+_MOST = 0.5  # of those that are compared may differ
+_NEAR = 1e-3  # of a factor
+_LARGE = 1e-2  # of a gradient's norm: more than rounding on another way through the model makes
+
+
+def judge(record: Record, whole: Run, report: Report) -> None:
+    """Adds which gradients of the first step are not those of one process; `whole` is the script alone."""
+    report.add(_findings(record, whole))
+
+
+def _findings(record: Record, whole: Run) -> Iterator[Finding]:
+    step = record.ranks[0].steps[0]
+    alone = [one["parameters"] for rank in whole.record.ranks for one in rank.of("own_digests")]
+    starts = [start["parameters"] for start in record.ranks[0].of("start")]
+    if step["kept"] is None or not alone or not starts or step["event"] not in whole.steps:
+        return
+    used, right = record.used(step), whole.gradients(step["event"])
+    same = [name for name, digest in starts[0].items() if alone[0].get(name) == digest]
+    same = [name for name in same if used.get(name) is not None and right.get(name) is not None and right[name].any()]
+    found = numerics.distance({name: used[name] for name in same}, {name: right[name] for name in same})
+    wrong = [name for name, error in found.errors.items() if error > max(_LARGE, numerics.limit(0.0, used))]
+    if not wrong or len(same) - len(wrong) < _FEWEST or len(wrong) > _MOST * len(same):
+        return
+    own = record.own(step)
+    for name in wrong:
+        parts = [] if own is None else [numerics.vector(part[name]) for part in own if part.get(name) is not None]
+        mine, one = numerics.vector(used[name]), numerics.vector(right[name])
+        if len(parts) == record.size and all(part.shape == one.shape for part in parts):
+            is_partial = _is_near(sum(parts[1:], parts[0]), one) and _is_near(mine, parts[0])
+            if is_partial:
+                yield _finding(record, "gradients-not-synchronised", wrong, _NOT_ADDED.format(listed(wrong)))
+                return
+        fitted = numerics.fit(mine, [one])
+        factor = fitted.factors[0]
+        if fitted.left <= _LARGE and any(abs(factor / other - 1) < _NEAR for other in (record.size, 1 / record.size)):
+            cause = f"at step 0 the gradient of {name} is {factor:.4g} times that of one process, and others are not"
+            yield _finding(record, "gradient-scale", [name], cause, round(factor, 6))
+            return
+
+
+_NOT_ADDED = "at step 0 each rank steps with its own part of the gradient of {}: one process's is the sum of the ranks'"
+
+
+def _is_near(one: object, other: object) -> bool:
+    return float((one - other).norm()) <= _LARGE * float(other.norm())  # type: ignore[operator,attr-defined]
+
+
+def _finding(record: Record, code: str, names: list[str], cause: str, factor: float | None = None) -> Finding:
+    step = record.ranks[0].steps[0]
+    return Finding(
+        code=code,
+        step=0,
+        tensor=names[0],
+        factor=factor,
+        where=step["where"],
+        cause=cause,
+        fix="bring the gradient of what every rank has whole together as often as its parts are computed: once",
+    )
