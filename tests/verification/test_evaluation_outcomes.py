@@ -257,6 +257,24 @@ def test_buffers_that_differ_are_wrong_where_they_make_an_outcome(buffer: str, *
     assert [(one.code, one.severity) for one in report.findings] == [("buffers-diverged", severity)]
 
 
+@pytest.mark.parametrize(
+    ("mine", "theirs", "is_found"),
+    [
+        ([12.5, 768.0], [12.6, 384.0], False),  # N times as much, to be divided by N
+        ([12.5, 1152.0], [12.6, 768.0], True),  # a sum that was added up before
+        ([12.5, 385.0], [12.6, 384.0], False),  # padding
+        ([12.5, 0.25], [12.6, 0.75], False),  # no counts
+    ],
+)
+def test_what_ranks_count_while_they_train_is_what_one_process_counts(
+    mine: list[float], theirs: list[float], *, is_found: bool
+) -> None:
+    def counts(values: list[float]) -> Event:
+        return {"kind": "counted", "where": "train.py:27", "number": 1, "window": 3, "group": "world", "values": values}
+
+    assert found([[counts(mine)]] * 2, [counts(theirs)]) == (["train.py:27"] if is_found else [])
+
+
 def test_rollouts_of_which_one_process_has_one_rank_s_may_differ() -> None:
     def evaluates(reward: float, drew: str) -> list[Event]:
         return [ran(), sums(reward, drew=drew)]

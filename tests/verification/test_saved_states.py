@@ -200,6 +200,19 @@ def test_a_pass_that_was_under_way_goes_on_behind_a_load_with_what_was_not_used(
     assert [(one.code, one.where) for one in found] == ([(code, "train.py:20")] if code else [])
 
 
+@pytest.mark.parametrize(("behind", "code"), [("ef", None), ("gh", "samples-missing"), ("ab", "samples-repeated")])
+def test_a_stream_goes_on_behind_a_load_as_in_one_process(behind: str, code: str | None) -> None:
+    def batches(*rows: str) -> list[Event]:
+        about = {"kind": "batch", "training": True, "indices": None, "key": "train.py:52#1", "number": 0}
+        return [{**about, "window": i, "rows": [*one]} for i, one in enumerate(rows)]
+
+    steps = [one for i in range(3) for one in (step(i, "g"), stepped(i))]
+    going_on = resumed(event=2)
+    ranks = [[*batches("a", "c", behind[0]), going_on, *steps], [*batches("b", "d", behind[1]), going_on, *steps]]
+    found = list(judge_resumed(record(*ranks), lambda: record([*batches("ab", "cd", "ef"), *steps])))
+    assert [one.code for one in found] == ([] if code is None else [code])
+
+
 def test_behind_a_save_between_two_epochs_the_whole_next_one_is_used() -> None:
     first = passed([0, 1], samples=2)
     again = passed([1, 0], samples=2, number=1, window=1)

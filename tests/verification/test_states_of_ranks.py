@@ -105,6 +105,19 @@ def test_another_order_in_an_optimizer_is_wrong_where_values_differ_by_name(grad
     assert ("parameter-order-differs", severity) in [(one.code, one.severity) for one in found]
 
 
+@pytest.mark.parametrize(("value", "is_found"), [("a", False), ("b", True)])
+def test_copies_are_compared_where_no_step_is_seen(value: str, *, is_found: bool) -> None:
+    """An update within a backward pass, before anything is averaged."""
+
+    def rank(*values: str) -> list[Event]:
+        return [{"kind": "replicas", "where": "train.py:30", "parameters": {"w": one}} for one in values]
+
+    found = findings(states, record(rank("p", "a"), rank("p", value)))
+    assert [(one.code, one.tensor, one.where) for one in found] == (
+        [("parameters-diverged", "w", "train.py:30")] if is_found else []
+    )
+
+
 def test_parameters_may_be_made_equal_while_the_first_batch_is_there() -> None:
     ranks = [[start(w=value), step(0, "g"), stepped(0)] for value in ("a", "b")]
     assert findings(states, record(*ranks)) == []

@@ -210,6 +210,8 @@ def _of_parameter(name: str, mine: Any, right: Any, before: Any, coarsest: float
 def _of_state(name: str, key: str, mine: Any, right: Any, coarsest: float = 0.0) -> _Difference:
     if hasattr(mine, "layout") != hasattr(right, "layout"):
         return _Difference(name, key, 0.0, 0.0, None)  # of an optimizer that has not come to it
+    if not hasattr(mine, "layout") and not isinstance(mine, int | float):
+        return _Difference(name, key, 0.0, 0.0, None)  # a history of directions
     if not hasattr(mine, "layout"):
         same = mine == right or (isinstance(mine, float) and math.isclose(mine, float(right), rel_tol=1e-4))
         return _Difference(name, key, 0.0 if same else 1.0, 0.0, None)
