@@ -48,8 +48,8 @@ def judge(record: Record, runs: Sequence[Run], steps: list[Event], report: Repor
         if not ours.any() and not any(part.any() for part in theirs):
             continue
         found = numerics.fit(ours, theirs)
-        counts = [_count(run, step) for run in runs]
-        right = None if None in counts else [count / sum(map(float, counts)) for count in map(float, counts)]
+        counts = [count for run in runs if (count := _count(run, step)) is not None]
+        right = [count / sum(counts) for count in counts] if len(counts) == len(runs) else None
         if not found.left <= numerics.limit(0.0, used):
             report.cover("gradients", unchecked(f"{because}, and {_OTHER}"))
             return
