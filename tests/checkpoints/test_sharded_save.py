@@ -285,15 +285,15 @@ def fall_silent(path):
     """Rank 1 writes no letter and does not beat, as if it were gone."""
     with samestep.world() as world:
         state = samestep.checkpoint(path, world, model=cut.make("FSDP", world))
-        kept = sharded_save.HEARTBEAT_TIMEOUT_S, sharded_save.StoreMailbox.report
+        kept = sharded_save.HEARTBEAT_TIMEOUT_S, sharded_save.StoreReports.report
         sharded_save.HEARTBEAT_TIMEOUT_S = 0.3
         if world.rank == 1:
-            sharded_save.StoreMailbox.report = lambda *_: None
+            sharded_save.StoreReports.report = lambda *_: None
         try:
             with pytest.raises(CheckpointError, match=r"rank 1: no heartbeat for 0\.3 s"):
                 state.save()
         finally:
-            sharded_save.HEARTBEAT_TIMEOUT_S, sharded_save.StoreMailbox.report = kept
+            sharded_save.HEARTBEAT_TIMEOUT_S, sharded_save.StoreReports.report = kept
         state.save()
 
 

@@ -200,7 +200,7 @@ def test_saves_and_evaluations_are_no_training(tmp_path):
     made = Made(tmp_path, steps=20, apart=lambda rank, step: {"save": 0.09} if step % 10 == 0 else {})
     found = analysis_of(made)
     assert found.account.training == pytest.approx(20 * 0.018)
-    assert found.account.apart == {"save": pytest.approx(0.18)}
+    assert found.account.outside_training == {"save": pytest.approx(0.18)}
     assert advised(made)["save"].gain == pytest.approx(0.18 / 0.54 / 2, rel=1e-3)
 
 
@@ -483,9 +483,9 @@ def test_the_clocks_of_hosts_are_brought_together_by_the_ends_of_steps(tmp_path)
         late = T0 + 0.018 + made.ahead(rank)
         rest = {"steps": 0, "seconds": 1.0, "spent": {"other": 1.0}, "spans": [], "more": 0, "buckets": [], "work": {}}
         made.append(rank, "step", 1, late, **rest)
-    assert [round(log.ahead, 6) for log in open_run(tmp_path).attempt(0)] == [0, 100, 100]
+    assert [round(log.clock_offset, 6) for log in open_run(tmp_path).attempt(0)] == [0, 100, 100]
     made.file(1).write_text("")
-    assert [round(log.ahead, 6) for log in open_run(tmp_path).attempt(0)] == [0, 100, 100]
+    assert [round(log.clock_offset, 6) for log in open_run(tmp_path).attempt(0)] == [0, 100, 100]
 
 
 def test_hosts_whose_clocks_differ_are_drawn_on_one(tmp_path):

@@ -332,7 +332,7 @@ def test_of_many_ranks_those_round_the_chosen_one_are_shown(tmp_path):
 def test_phases_are_told_apart_without_colour_and_with_it(tmp_path):
     made = Made(tmp_path)
     made.write()
-    for what in ("letter", "ground"):
+    for what in ("symbol", "ground"):
         assert len({getattr(mark, what) for mark in PHASES.values()}) == len(PHASES)
     assert re.search(r" Dd*Ff+Bb+Ww+Oo* ", row_of(drawn(made), 0))
     bar = Marks().bar({"forward": 1.0, "backward": 2.0}, 9)

@@ -206,7 +206,7 @@ def _one_line(error: BaseException) -> str:
     if isinstance(error, MemoryError) or "allocate" in text:
         return "it asks for more memory than a file of its size can need"
     if isinstance(error, CheckpointError):
-        return "".join(letter if letter.isprintable() else "?" for letter in text[:1000])
+        return "".join(character if character.isprintable() else "?" for character in text[:1000])
     return ascii(f"{type(error).__name__}: {text}"[:300])[1:-1]
 
 

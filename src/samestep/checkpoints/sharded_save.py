@@ -171,7 +171,7 @@ class ShardedSave:
         self._world = world
         self._known = [""] * world.size
         self._parts: dict[str, dict[str, Any]] = {}
-        self._mailbox: StoreMailbox | None = None
+        self._reports: StoreReports | None = None
         self._saves = 0
 
     def plan(self, shards: LocalShards) -> dict[str, dict[str, Any]]:
@@ -194,18 +194,18 @@ class ShardedSave:
         """Returns what the first rank knows of the others in the next save, and what such another one does in it."""
         self._saves += 1
         number, rank = self._saves, self._world.rank
-        mailbox = self._mailbox = self._mailbox or StoreMailbox(rank, self.key)
+        reports = self._reports = self._reports or StoreReports(rank, self.key)
 
         def write() -> Path:
-            mailbox.report(number, lambda: write_shard(folder, rank, tensors))
+            reports.report(number, lambda: write_shard(folder, rank, tensors))
             return folder
 
-        return RemoteWriters(folder, lambda: mailbox.collect(number, writers)), write
+        return RemoteWriters(folder, lambda: reports.collect(number, writers)), write
 
     def shorten_timeout(self) -> None:
         """Lets the save under way give up soon on ranks that are silent."""
-        if self._mailbox is not None:
-            self._mailbox.shorten_timeout()
+        if self._reports is not None:
+            self._reports.shorten_timeout()
 
 
 # --- reports to rank 0, through the store on which the ranks met --------------------------------------------
@@ -220,7 +220,7 @@ def parse_report(value: bytes, rank: int) -> dict[str, Any]:
     return report
 
 
-class StoreMailbox:
+class StoreReports:
     """The reports of some ranks' threads to that of the first.
 
     Threads must not talk through a process group: their messages would fall between those of the training. The store's

@@ -285,7 +285,7 @@ def _prefixes(gone: Sequence[str], fresh: Sequence[str]) -> tuple[str, str] | No
 def _common_prefixes(keys: Sequence[str]) -> list[str]:
     """What all keys begin with, up to a dot; the shortest first."""
     common = os.path.commonprefix(list(keys))  # noqa: RUF071  (letters are what it is to compare)
-    return ["", *(common[: end + 1] for end, letter in enumerate(common) if letter == ".")]
+    return ["", *(common[: end + 1] for end, character in enumerate(common) if character == ".")]
 
 
 def _form(value: Any) -> str:

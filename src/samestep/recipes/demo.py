@@ -39,10 +39,10 @@ def main() -> int:
     if ended["exit"] != 0:
         return 1
     console.print(f"\n[bold]The same {STEPS} steps on {RANKS} processes and on 1[/]   SGD with momentum, float64\n")
-    apart, parameters = difference(RANKS)
-    held = apart < TOLERANCE
+    largest, parameters = difference(RANKS)
+    held = largest < TOLERANCE
     verdict = "[green]the same training[/]" if held else "[red]another training[/]"
-    console.print(f"{parameters:,} parameters, at most {apart:.1e} apart (allowed: {TOLERANCE:.0e}): {verdict}")
+    console.print(f"{parameters:,} parameters, at most {largest:.1e} apart (allowed: {TOLERANCE:.0e}): {verdict}")
     console.print(f"\nThe run's files lie in {ended['run_dir']}\n", markup=False)
     return 0 if held else 1
 
@@ -54,12 +54,12 @@ def train(words: Sequence[str]) -> dict[str, Any]:
         words: of samestep's command line.
     """
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "run.json"
-        command = [sys.executable, "-m", "samestep", words[0], "--json", str(told), *words[1:]]
+        file = Path(folder) / "run.json"
+        command = [sys.executable, "-m", "samestep", words[0], "--json", str(file), *words[1:]]
         code = subprocess.run(command, check=False).returncode
-        if not told.exists():
+        if not file.exists():
             return {"exit": code or 1, "run_dir": None}
-        ended: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
+        ended: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return ended
 
 

@@ -66,8 +66,8 @@ def load_digits(dtype: torch.dtype = torch.float32) -> tuple[TensorDataset, Tens
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; 0, or the exit code of an error told in one line."""
-    asked = parser().parse_args(argv)
-    return options.run("digits", lambda: train(asked))
+    args = parser().parse_args(argv)
+    return options.run("digits", lambda: train(args))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -114,43 +114,43 @@ class Training:
                 after_step()
 
 
-def train(asked: argparse.Namespace) -> None:
+def train(args: argparse.Namespace) -> None:
     """The training, its evaluation and its summary. Collective: every rank must call."""
     torch.set_num_threads(1)  # so small a model that threads would wait for each other longer than they work
-    train_set, held_out = load_digits(options.dtype(asked.precision))
+    train_set, held_out = load_digits(options.dtype(args.precision))
     with samestep.world(
-        backend=asked.backend, device=asked.device, seed=asked.seed, virtual_ranks=asked.virtual_ranks
+        backend=args.backend, device=args.device, seed=args.seed, virtual_ranks=args.virtual_ranks
     ) as world:
-        training = build(asked, world, train_set)
+        training = build(args, world, train_set)
         batches = training.batches
-        state = options.saving(asked, world, **training.kept())
-        with Display("digits", world, batches, epochs=asked.epochs, items=len(train_set)) as show:
+        state = options.saving(args, world, **training.kept())
+        with Display("digits", world, batches, epochs=args.epochs, items=len(train_set)) as show:
             accuracy = None
-            for epoch in state.epochs(asked.epochs):
+            for epoch in state.epochs(args.epochs):
                 show.begin(epoch)
                 training.epoch(after_step=options.both(state.commit, show.step))
                 accuracy = held_out_accuracy(training, held_out, world)
                 show.result(held_out=percent(accuracy))
             if accuracy is None:  # the checkpoint held a finished training
                 accuracy = held_out_accuracy(training, held_out, world)
-            show.summary(f"{percent(accuracy)} of {len(held_out)} held-out samples right", asked.checkpoint)
+            show.summary(f"{percent(accuracy)} of {len(held_out)} held-out samples right", args.checkpoint)
 
 
-def build(asked: argparse.Namespace, world: samestep.World, train_set: TensorDataset) -> Training:
+def build(args: argparse.Namespace, world: samestep.World, train_set: TensorDataset) -> Training:
     """Model, optimizer, schedule and loader. Collective: every rank must call."""
-    network = DigitNet().to(world.device, options.dtype(asked.precision))
-    model = samestep.replicate(network, world, compress=asked.compress)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=asked.lr, weight_decay=0.05)
+    network = DigitNet().to(world.device, options.dtype(args.precision))
+    model = samestep.replicate(network, world, compress=args.compress)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.05)
     batches = samestep.shards(
         train_set,
         world,
-        batch_size=asked.batch_size,
-        micro_batch_size=asked.micro_batch_size,
-        workers=asked.workers,
-        seed=asked.seed,
+        batch_size=args.batch_size,
+        micro_batch_size=args.micro_batch_size,
+        workers=args.workers,
+        seed=args.seed,
     )
-    schedule = cosine(optimizer, asked.epochs * batches.steps_per_epoch, warm_up=WARM_UP)
-    return Training(model, optimizer, schedule, batches, asked.precision)
+    schedule = cosine(optimizer, args.epochs * batches.steps_per_epoch, warm_up=WARM_UP)
+    return Training(model, optimizer, schedule, batches, args.precision)
 
 
 def held_out_accuracy(training: Training, held_out: TensorDataset, world: samestep.World) -> float:

@@ -42,35 +42,35 @@ DEFAULT_SEED = 0  # without --seed a run is not deterministic, but its ranks sti
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train or evaluate; 0, or the exit code of an error told in one line."""
-    asked = parse(argv)
-    start = start_ranks if asked.multiprocessing_distributed else train
-    return options.run("imagenet", functools.partial(start, asked))
+    args = parse(argv)
+    start = start_ranks if args.multiprocessing_distributed else train
+    return options.run("imagenet", functools.partial(start, args))
 
 
-def start_ranks(asked: argparse.Namespace) -> None:
+def start_ranks(args: argparse.Namespace) -> None:
     """One process for each GPU of this machine, or as many as asked for."""
-    number = asked.processes or (0 if asked.no_accel else torch.cuda.device_count())
+    number = args.processes or (0 if args.no_accel else torch.cuda.device_count())
     if number == 0:
         raise samestep.UsageError("--multiprocessing-distributed starts a rank for each GPU; without: --processes N")
-    asked.gpu = None
+    args.gpu = None
     try:
-        samestep.spawn(join_and_train, number, asked, number, progress=False)  # rank 0 draws its own
+        samestep.spawn(join_and_train, number, args, number, progress=False)  # rank 0 draws its own
     except samestep.RankFailure as failure:
         if failure.exit_code != 2:
             raise
         raise SystemExit(2) from None  # that rank has said in one line what to fix
 
 
-def join_and_train(asked: argparse.Namespace, number: int) -> None:
+def join_and_train(args: argparse.Namespace, number: int) -> None:
     """Runs in each of the `number` processes of one machine; `--rank` and `--world-size` count machines."""
-    if asked.world_size > 1:
+    if args.world_size > 1:
         with samestep.world(device="cpu") as machine:
-            asked.rank = max(0, asked.rank) * number + machine.rank
-        asked.world_size *= number
+            args.rank = max(0, args.rank) * number + machine.rank
+        args.world_size *= number
     else:
-        asked.rank = asked.world_size = -1
-        asked.dist_url = None
-    code = options.run("imagenet", functools.partial(train, asked))
+        args.rank = args.world_size = -1
+        args.dist_url = None
+    code = options.run("imagenet", functools.partial(train, args))
     if code:
         raise SystemExit(code)
 
@@ -106,71 +106,71 @@ class Training:
                 after_step()
 
 
-def train(asked: argparse.Namespace) -> None:
+def train(args: argparse.Namespace) -> None:
     """The training, its evaluations and its summary. Collective: every rank must call."""
-    settle_files(asked)
-    train_set, val_set = datasets(asked)
-    repeatable = asked.seed is not None
-    seed = asked.seed if repeatable else DEFAULT_SEED
-    with samestep.world(**world_arguments(asked), seed=seed, deterministic=repeatable) as world:
+    settle_files(args)
+    train_set, val_set = datasets(args)
+    repeatable = args.seed is not None
+    seed = args.seed if repeatable else DEFAULT_SEED
+    with samestep.world(**world_arguments(args), seed=seed, deterministic=repeatable) as world:
         torch.backends.cudnn.benchmark = not repeatable
-        remarks(asked, world)
-        training = build(asked, world, train_set, seed)
-        state = resumption(asked, world, training)
-        measure = functools.partial(top_1_and_5, training, val_set, world, asked)
-        with display(asked, world, training, len(train_set)) as show:
+        remarks(args, world)
+        training = build(args, world, train_set, seed)
+        state = resumption(args, world, training)
+        measure = functools.partial(top_1_and_5, training, val_set, world, args)
+        with display(args, world, training, len(train_set)) as show:
             shares = None
-            for epoch in () if asked.evaluate else state.epochs(asked.epochs):
+            for epoch in () if args.evaluate else state.epochs(args.epochs):
                 show.begin(epoch)
-                rate = learning_rate(asked.lr, epoch)
+                rate = learning_rate(args.lr, epoch)
                 training.epoch(rate, after_step=options.both(state.commit, show.step))
                 shares = measure()
                 show.result(top_1=percent(shares[0]), top_5=percent(shares[1]))
             top_1, top_5 = map(percent, shares or measure())  # or: nothing was left to train, or asked to be
-            show.summary(f"top-1 {top_1}, top-5 {top_5} of {len(val_set):,} validation images", asked.checkpoint)
+            show.summary(f"top-1 {top_1}, top-5 {top_5} of {len(val_set):,} validation images", args.checkpoint)
 
 
-def remarks(asked: argparse.Namespace, world: samestep.World) -> None:
+def remarks(args: argparse.Namespace, world: samestep.World) -> None:
     """What the user may not expect."""
-    if asked.seed is not None:
+    if args.seed is not None:
         tell("imagenet", world, "--seed asks for repeatable kernels; on a GPU they can be considerably slower")
-    if asked.checkpoint is None and not asked.evaluate:
+    if args.checkpoint is None and not args.evaluate:
         tell("imagenet", world, "nothing is saved: --checkpoint DIR saves, and resumes from there")
 
 
-def build(asked: argparse.Namespace, world: samestep.World, train_set: Images, seed: int) -> Training:
+def build(args: argparse.Namespace, world: samestep.World, train_set: Images, seed: int) -> Training:
     """Network, optimizer and loader. Collective: every rank must call."""
-    network = architecture(asked.arch, classes=len(train_set.classes), zero_init=asked.zero_init)
-    if asked.pretrained is not None:
-        load_weights(network, asked.pretrained)
-    network = network.to(world.device, options.dtype(asked.precision))
+    network = architecture(args.arch, classes=len(train_set.classes), zero_init=args.zero_init)
+    if args.pretrained is not None:
+        load_weights(network, args.pretrained)
+    network = network.to(world.device, options.dtype(args.precision))
     # the slices of virtual ranks are computed one after another, and have statistics of their own
     model = samestep.replicate(network, world, batchnorm=None if world.virtual is None else "local")
-    settings = {"lr": asked.lr, "momentum": asked.momentum, "weight_decay": asked.weight_decay}
+    settings = {"lr": args.lr, "momentum": args.momentum, "weight_decay": args.weight_decay}
     batches = samestep.shards(
         train_set,
         world,
-        batch_size=asked.batch_size,
-        micro_batch_size=asked.micro_batch_size,
-        workers=asked.workers,
+        batch_size=args.batch_size,
+        micro_batch_size=args.micro_batch_size,
+        workers=args.workers,
         seed=seed,
     )
-    return Training(model, torch.optim.SGD(model.parameters(), **settings), batches, asked.precision)
+    return Training(model, torch.optim.SGD(model.parameters(), **settings), batches, args.precision)
 
 
-def resumption(asked: argparse.Namespace, world: samestep.World, training: Training) -> samestep.Checkpoint:
+def resumption(args: argparse.Namespace, world: samestep.World, training: Training) -> samestep.Checkpoint:
     """Where the training stands, and what saves it. Collective: every rank must call."""
-    state = options.saving(asked, world, **training.kept())
-    if asked.resume == asked.checkpoint and asked.resume is not None and not state.resumed:
-        raise samestep.UsageError(f"there is no checkpoint in {asked.resume}")
-    if asked.start_epoch and not state.resumed:
-        state.epoch = asked.start_epoch
-        training.batches.epoch = asked.start_epoch
+    state = options.saving(args, world, **training.kept())
+    if args.resume == args.checkpoint and args.resume is not None and not state.resumed:
+        raise samestep.UsageError(f"there is no checkpoint in {args.resume}")
+    if args.start_epoch and not state.resumed:
+        state.epoch = args.start_epoch
+        training.batches.epoch = args.start_epoch
     return state
 
 
 def top_1_and_5(
-    training: Training, val_set: Images, world: samestep.World, asked: argparse.Namespace
+    training: Training, val_set: Images, world: samestep.World, args: argparse.Namespace
 ) -> tuple[float, float]:
     """The shares of images whose class is the first, or among the first five, of the network's guesses.
 
@@ -187,37 +187,37 @@ def top_1_and_5(
         hits,
         val_set,
         world,
-        batch_size=asked.batch_size,
+        batch_size=args.batch_size,
         metrics={"shares": lambda right, _: right.double().mean(0).tolist()},
-        workers=asked.workers,
+        workers=args.workers,
     )
     top_1, top_5 = measured["shares"]
     return top_1, top_5
 
 
-def display(asked: argparse.Namespace, world: samestep.World, training: Training, images: int) -> Display:
+def display(args: argparse.Namespace, world: samestep.World, training: Training, images: int) -> Display:
     """Loss, learning rate and images a second."""
     rate = {"lr": lambda: f"{training.optimizer.param_groups[0]['lr']:g}"}
     return Display(
         "imagenet",
         world,
         training.batches,
-        epochs=0 if asked.evaluate else asked.epochs,
+        epochs=0 if args.evaluate else args.epochs,
         items=images,
         unit="images",
         columns=rate,
-        print_freq=asked.print_freq,
+        print_freq=args.print_freq,
     )
 
 
-def datasets(asked: argparse.Namespace) -> tuple[Images, Images]:
+def datasets(args: argparse.Namespace) -> tuple[Images, Images]:
     """Training and validation images."""
     from samestep.recipes.imagefolder import DummyImages, train_and_val
 
-    if asked.dummy:
-        number = asked.dummy_images
-        return DummyImages(number, size=asked.image_size), DummyImages(-(-number // 25), size=asked.image_size, seed=1)
-    return train_and_val(asked.data, size=asked.image_size, seed=asked.seed or DEFAULT_SEED)
+    if args.dummy:
+        number = args.dummy_images
+        return DummyImages(number, size=args.image_size), DummyImages(-(-number // 25), size=args.image_size, seed=1)
+    return train_and_val(args.data, size=args.image_size, seed=args.seed or DEFAULT_SEED)
 
 
 def learning_rate(first: float, epoch: int) -> float:

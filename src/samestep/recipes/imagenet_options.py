@@ -33,24 +33,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_training(made)
     add_files(made)
     add_distributed(made)
-    asked = made.parse_args(argv)
-    if asked.processes is not None and not asked.multiprocessing_distributed:
+    args = made.parse_args(argv)
+    if args.processes is not None and not args.multiprocessing_distributed:
         made.error("--processes counts the ranks that --multiprocessing-distributed starts, and that is not given")
-    return asked
+    return args
 
 
-def settle_files(asked: argparse.Namespace) -> None:
+def settle_files(args: argparse.Namespace) -> None:
     """Reads `--resume` as what it names: a directory of checkpoints, or a file of weights."""
-    if asked.resume is None:
+    if args.resume is None:
         return
-    if asked.resume.is_file():
-        asked.pretrained = asked.resume
-    elif not asked.resume.is_dir():
-        raise samestep.UsageError(f"nothing to resume at {asked.resume}: no such file or directory")
-    elif asked.checkpoint not in {None, asked.resume}:
-        raise samestep.UsageError(f"--resume {asked.resume} saves there too, so --checkpoint must not name another")
+    if args.resume.is_file():
+        args.pretrained = args.resume
+    elif not args.resume.is_dir():
+        raise samestep.UsageError(f"nothing to resume at {args.resume}: no such file or directory")
+    elif args.checkpoint not in {None, args.resume}:
+        raise samestep.UsageError(f"--resume {args.resume} saves there too, so --checkpoint must not name another")
     else:
-        asked.checkpoint = asked.resume
+        args.checkpoint = args.resume
 
 
 def add_training(made: argparse.ArgumentParser) -> None:
@@ -105,16 +105,16 @@ def add_distributed(made: argparse.ArgumentParser) -> None:
     add("--processes", type=count(1), default=None, metavar="N", help="ranks to start, instead of one for each GPU")
 
 
-def world_arguments(asked: argparse.Namespace) -> dict[str, Any]:
+def world_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """What :func:`samestep.world` has to know of the options."""
-    device = "cpu" if asked.no_accel else None if asked.gpu is None else f"cuda:{asked.gpu}"
-    if asked.world_size > 1 and asked.dist_url is None:
-        raise samestep.UsageError(f"--world-size {asked.world_size} needs --dist-url, such as tcp://host:23456")
+    device = "cpu" if args.no_accel else None if args.gpu is None else f"cuda:{args.gpu}"
+    if args.world_size > 1 and args.dist_url is None:
+        raise samestep.UsageError(f"--world-size {args.world_size} needs --dist-url, such as tcp://host:23456")
     return {
-        "backend": asked.dist_backend,
-        "init_method": asked.dist_url,
-        "rank": None if asked.rank < 0 else asked.rank,
-        "size": None if asked.world_size < 0 else asked.world_size,
+        "backend": args.dist_backend,
+        "init_method": args.dist_url,
+        "rank": None if args.rank < 0 else args.rank,
+        "size": None if args.world_size < 0 else args.world_size,
         "device": device,
-        "virtual_ranks": asked.virtual_ranks,
+        "virtual_ranks": args.virtual_ranks,
     }

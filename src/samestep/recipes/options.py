@@ -42,10 +42,10 @@ EXTRAS = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
 
 def saving(
-    asked: argparse.Namespace, world: samestep.World, batches: samestep.Shards, **named: Any
+    args: argparse.Namespace, world: samestep.World, batches: samestep.Shards, **named: Any
 ) -> samestep.Checkpoint:
     """The checkpoint at the path asked for; without one nothing is saved. Collective: every rank must call."""
-    return samestep.checkpoint(asked.checkpoint, world, every=asked.save_every, batches=batches, **named)
+    return samestep.checkpoint(args.checkpoint, world, every=args.save_every, batches=batches, **named)
 
 
 def both(first: Callable[[], Any], second: Callable[[], Any]) -> Callable[[], None]:

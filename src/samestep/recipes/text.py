@@ -35,8 +35,8 @@ PROMPT = b"def "
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; 0, or the exit code of an error told in one line."""
-    asked = parser().parse_args(argv)
-    return options.run("text", lambda: train(asked))
+    args = parser().parse_args(argv)
+    return options.run("text", lambda: train(args))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -97,55 +97,55 @@ class Training:
                 after_step()
 
 
-def train(asked: argparse.Namespace) -> None:
+def train(args: argparse.Namespace) -> None:
     """The training, its evaluation and its summary. Collective: every rank must call."""
-    if asked.width % asked.heads:
-        raise samestep.UsageError(f"--width {asked.width} cannot be divided among --heads {asked.heads}")
-    folder = asked.data or corpus.standard_library()
-    train_set, held_out = corpus.train_and_held_out(folder, total=asked.bytes, context=asked.context)
+    if args.width % args.heads:
+        raise samestep.UsageError(f"--width {args.width} cannot be divided among --heads {args.heads}")
+    folder = args.data or corpus.standard_library()
+    train_set, held_out = corpus.train_and_held_out(folder, total=args.bytes, context=args.context)
     with samestep.world(
-        backend=asked.backend, device=asked.device, seed=asked.seed, virtual_ranks=asked.virtual_ranks
+        backend=args.backend, device=args.device, seed=args.seed, virtual_ranks=args.virtual_ranks
     ) as world:
-        training = build(asked, world, train_set)
-        state = options.saving(asked, world, **training.kept())
-        with display(asked, world, training.batches, train_set.bytes) as show:
+        training = build(args, world, train_set)
+        state = options.saving(args, world, **training.kept())
+        with display(args, world, training.batches, train_set.bytes) as show:
             show.note(f"{train_set.bytes:,} bytes of {folder} to train on, {held_out.bytes:,} held out")
             bits = None
-            for epoch in state.epochs(asked.epochs):
+            for epoch in state.epochs(args.epochs):
                 show.begin(epoch)
                 training.epoch(after_step=options.both(state.commit, show.step))
-                bits = bits_per_byte(training, held_out, world, asked.batch_size)
+                bits = bits_per_byte(training, held_out, world, args.batch_size)
                 show.result(held_out_bits_per_byte=f"{bits:.3f}")
             if bits is None:  # the checkpoint held a finished training
-                bits = bits_per_byte(training, held_out, world, asked.batch_size)
-            if world.is_first and asked.sample:
-                show.note(f"it writes {written(cast('GPT', training.model.module), asked.sample, asked.seed)}")
-            show.summary(f"{bits:.3f} bits per byte over {held_out.bytes:,} held-out bytes", asked.checkpoint)
+                bits = bits_per_byte(training, held_out, world, args.batch_size)
+            if world.is_first and args.sample:
+                show.note(f"it writes {written(cast('GPT', training.model.module), args.sample, args.seed)}")
+            show.summary(f"{bits:.3f} bits per byte over {held_out.bytes:,} held-out bytes", args.checkpoint)
 
 
-def display(asked: argparse.Namespace, world: samestep.World, batches: samestep.Shards, tokens: int) -> Display:
+def display(args: argparse.Namespace, world: samestep.World, batches: samestep.Shards, tokens: int) -> Display:
     """Loss in nats and in bits per byte, and tokens a second."""
     columns = {"bits per byte": lambda: f"{float(batches.loss) / math.log(2):.3f}"}
-    return Display("text", world, batches, epochs=asked.epochs, items=tokens, unit="tokens", columns=columns)
+    return Display("text", world, batches, epochs=args.epochs, items=tokens, unit="tokens", columns=columns)
 
 
-def build(asked: argparse.Namespace, world: samestep.World, train_set: corpus.ByteSequences) -> Training:
+def build(args: argparse.Namespace, world: samestep.World, train_set: corpus.ByteSequences) -> Training:
     """Model, optimizer, schedule and loader. Collective: every rank must call."""
-    network = GPT(corpus.SYMBOLS, context=asked.context, layers=asked.layers, heads=asked.heads, width=asked.width)
-    network.to(world.device, options.dtype(asked.precision))
-    model = samestep.replicate(network, world, compress=asked.compress)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=asked.lr, betas=(0.9, 0.95))
+    network = GPT(corpus.SYMBOLS, context=args.context, layers=args.layers, heads=args.heads, width=args.width)
+    network.to(world.device, options.dtype(args.precision))
+    model = samestep.replicate(network, world, compress=args.compress)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
     batches = samestep.shards(
         train_set,
         world,
-        batch_size=asked.batch_size,
-        micro_batch_size=asked.micro_batch_size,
+        batch_size=args.batch_size,
+        micro_batch_size=args.micro_batch_size,
         weight=corpus.unmasked,
-        workers=asked.workers,
-        seed=asked.seed,
+        workers=args.workers,
+        seed=args.seed,
     )
-    schedule = cosine(optimizer, asked.epochs * batches.steps_per_epoch, warm_up=asked.warm_up)
-    return Training(model, optimizer, schedule, batches, asked.precision, asked.clip)
+    schedule = cosine(optimizer, args.epochs * batches.steps_per_epoch, warm_up=args.warm_up)
+    return Training(model, optimizer, schedule, batches, args.precision, args.clip)
 
 
 def bits_per_byte(training: Training, held_out: corpus.ByteSequences, world: samestep.World, batch_size: int) -> float:

@@ -220,7 +220,7 @@ def _calls(analysis: RunAnalysis) -> Iterator[Advice]:
 
 
 def _saves(analysis: RunAnalysis) -> Iterator[Advice]:
-    spent = analysis.account.apart.get("save", 0.0)
+    spent = analysis.account.outside_training.get("save", 0.0)
     part = analysis.account.of_run(spent)
     text = (
         f"Saving stops the training for {format_duration(spent)}, {format_percent(part)} of the run. Save half as "
@@ -233,7 +233,7 @@ def _saves(analysis: RunAnalysis) -> Iterator[Advice]:
 
 
 def _evaluations(analysis: RunAnalysis) -> Iterator[Advice]:
-    spent = analysis.account.apart.get("evaluate", 0.0)
+    spent = analysis.account.outside_training.get("evaluate", 0.0)
     part = analysis.account.of_run(spent)
     text = f"Evaluation takes {format_duration(spent)}, {format_percent(part)} of the run. Evaluate half as often"
     if part >= EVALUATION:

@@ -91,8 +91,8 @@ class RunAnalysis:
     def size(self) -> int:
         """How many ranks there are meant to be."""
         sizes: list[int] = [log.begin["size"] for log in self.logs if log.begin]
-        told = self.run.about.get("ranks")
-        return max([*sizes, len(self.logs), told if isinstance(told, int) and not sizes else 0])
+        ranks = self.run.about.get("ranks")
+        return max([*sizes, len(self.logs), ranks if isinstance(ranks, int) and not sizes else 0])
 
 
 def analyse(run: Run, number: int | None = None) -> RunAnalysis:

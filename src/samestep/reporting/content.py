@@ -49,14 +49,14 @@ Row = list[str]
 
 def charts(analysis: RunAnalysis) -> dict[str, Any]:
     """Returns the data of the charts, as JSON can hold it."""
-    told = {
+    text = {
         "moments": [_moment(each) for each in moments(analysis.table, analysis.logs)],
         "course": _course(course(analysis.table)),
         "heat": _heat(analysis),
         "curves": [asdict(each) for each in _curves(analysis)],
         "gantts": [_gantt(each) for each in analysis.gantts],
     }
-    clean: dict[str, Any] = json_safe(told)
+    clean: dict[str, Any] = json_safe(text)
     return clean
 
 
@@ -127,8 +127,8 @@ def _heat(analysis: RunAnalysis) -> dict[str, Any] | None:
 
 def _gantt(gantt: Gantt) -> dict[str, Any]:
     boxes = [[box.rank, box.kind, box.stage, box.micro_batch, 1e3 * box.begin, 1e3 * box.end] for box in gantt.boxes]
-    told = {"step": gantt.step, "schedule": gantt.schedule, "stages": gantt.stages, "ranks": list(gantt.ranks)}
-    return told | {"boxes": boxes, "idle": gantt.idle, "seconds": gantt.seconds}
+    text = {"step": gantt.step, "schedule": gantt.schedule, "stages": gantt.stages, "ranks": list(gantt.ranks)}
+    return text | {"boxes": boxes, "idle": gantt.idle, "seconds": gantt.seconds}
 
 
 # --- tables -------------------------------------------------------------------------------------------
@@ -209,14 +209,14 @@ def ledger_words(analysis: RunAnalysis) -> str:
     if ledger.imbalance < EVEN:
         return f"All ranks have as many {WORK[ledger.unit]}."
     more = format_percent(ledger.imbalance)
-    told = f"The rank that has most of a step has {more} more {WORK[ledger.unit]} than the mean"
+    text = f"The rank that has most of a step has {more} more {WORK[ledger.unit]} than the mean"
     if ledger.cost:
         part = format_percent(analysis.account.part(ledger.cost))
-        return f"{told}; the times follow, and it costs {format_duration(ledger.cost)} of a step, {part} of it."
+        return f"{text}; the times follow, and it costs {format_duration(ledger.cost)} of a step, {part} of it."
     if ledger.follows is None or not ledger.imbalance:
-        return f"{told}."
+        return f"{text}."
     explained = format_percent(ledger.follows)
-    return f"{told}; it explains {explained} of the differences between their times, too little to blame it."
+    return f"{text}; it explains {explained} of the differences between their times, too little to blame it."
 
 
 def calls(analysis: RunAnalysis) -> list[Row]:
@@ -262,13 +262,13 @@ def said(analysis: RunAnalysis) -> list[Row]:
 
 def machines(analysis: RunAnalysis) -> list[Row]:
     """Returns the ranks' environments, ranks that are alike in one row."""
-    alike: dict[tuple[str, ...], list[int]] = {}
+    equal: dict[tuple[str, ...], list[int]] = {}
     for log in analysis.logs:
-        told = log.begin | log.machine
+        text = log.begin | log.machine
         keys = ("host", "python", "torch", "backend", "device", "threads")
-        row = tuple(NONE if told.get(key) is None else str(told[key]) for key in keys)
-        alike.setdefault(row, []).append(log.rank)
-    return [[spans(which), *row] for row, which in alike.items()][:MOST_ROWS]
+        row = tuple(NONE if text.get(key) is None else str(text[key]) for key in keys)
+        equal.setdefault(row, []).append(log.rank)
+    return [[spans(which), *row] for row, which in equal.items()][:MOST_ROWS]
 
 
 def facts(analysis: RunAnalysis) -> Iterator[tuple[str, str]]:

@@ -38,7 +38,7 @@ def check_library() -> None:
         raise UsageError("a report needs plotly: pip install 'samestep[report]'")
 
 
-def render_page(analysis: RunAnalysis, told: Summary) -> str:
+def render_page(analysis: RunAnalysis, summary: Summary) -> str:
     """Returns the page."""
     from jinja2 import Environment, StrictUndefined
     from plotly.offline import get_plotlyjs
@@ -50,7 +50,7 @@ def render_page(analysis: RunAnalysis, told: Summary) -> str:
     environment.filters |= {"code": _with_code, "share": format_percent}
     library, code = get_plotlyjs(), _asset("page.js")
     return environment.from_string(_asset("page.html")).render(
-        **_shown(analysis, told),
+        **_shown(analysis, summary),
         policy=_policy(library, code),
         style=_trusted(_asset("page.css")),
         data=_trusted(embedded(content.charts(analysis))),
@@ -77,11 +77,11 @@ def embedded(data: Any) -> str:
     return text.translate(_ESCAPES)
 
 
-def _shown(analysis: RunAnalysis, told: Summary) -> dict[str, Any]:
+def _shown(analysis: RunAnalysis, summary: Summary) -> dict[str, Any]:
     return {
         "title": program(analysis.run.about),
         "analysis": analysis,
-        "told": told,
+        "told": summary,
         "parts": content.parts(analysis),
         "undrawn": content.undrawn(analysis),
         "ranks": content.ranks(analysis),

@@ -49,7 +49,7 @@ class RankLog:
         at: its last "at", {} where a step has ended since.
         end: its "end", None while it runs, or where it was killed.
         dropped: lines that its writer had no room for.
-        ahead: seconds that its clock is ahead of rank 0's.
+        clock_offset: seconds that its clock is ahead of rank 0's.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class RankLog:
     at: Event = field(default_factory=dict)
     end: Event | None = None
     dropped: int = 0
-    ahead: float = 0.0
+    clock_offset: float = 0.0
     reader: Reader = field(repr=False, default_factory=lambda: Reader(Path()))
 
     def take(self) -> int:
@@ -158,16 +158,16 @@ class Run:
     def problems(self) -> list[str]:
         """What could not be read, a line each."""
         readers = [log.reader for log in self.ranks.values()] + ([self._launcher] if self._launcher else [])
-        told = [f"{one.path.name}: {one.torn} lines that are no events were left out" for one in readers if one.torn]
+        lines = [f"{one.path.name}: {one.torn} lines that are no events were left out" for one in readers if one.torn]
         if self.path.joinpath("run.json").exists() and not self.about:
-            told.append("run.json is cut, or no JSON: what was run, and how it ended, is not known")
-        told += [
+            lines.append("run.json is cut, or no JSON: what was run, and how it ended, is not known")
+        lines += [
             f"{one.path.name} has lines of version {one.newer}: a later samestep wrote them, and they were left out"
             for one in readers
             if one.newer is not None
         ]
         lost = sum(log.dropped for log in self.ranks.values())
-        return told + ([f"the ranks had no room for {lost} lines"] if lost else [])
+        return lines + ([f"the ranks had no room for {lost} lines"] if lost else [])
 
     @property
     def attempts(self) -> list[int]:
@@ -260,11 +260,11 @@ def _align(ranks: dict[tuple[int, int], RankLog]) -> None:
         ends = _ends(first)
         for log in logs.values():
             if log.host not in offsets and (
-                apart := [end - ends[step] for step, end in _ends(log).items() if step in ends]
+                differences := [end - ends[step] for step, end in _ends(log).items() if step in ends]
             ):
-                offsets[log.host] = median(apart)
+                offsets[log.host] = median(differences)
         for log in logs.values():
-            log.ahead = offsets.get(log.host, 0.0)
+            log.clock_offset = offsets.get(log.host, 0.0)
 
 
 def _ends(log: RankLog) -> dict[int, float]:

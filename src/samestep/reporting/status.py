@@ -43,7 +43,7 @@ _MOST_RANKS = 1 << 14  # rows of ranks that have written nothing; a changed file
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankStatus:
     """A few words, and how grave they are."""
 
     text: str
@@ -55,7 +55,7 @@ class Standing:
         return self.level in {"warn", "bad"}
 
 
-ENDED = {0: Standing("finished", "good"), PREEMPTED: Standing("preempted, and saved", "warn")}  # by exit code
+ENDED = {0: RankStatus("finished", "good"), PREEMPTED: RankStatus("preempted, and saved", "warn")}  # by exit code
 
 
 @dataclass(frozen=True)
@@ -115,30 +115,30 @@ def ranks_of(run: Run, attempt: int) -> list[int]:
 # --- a rank -----------------------------------------------------------------------------------------
 
 
-def standing(log: RankLog | None, pace: RecentSteps, told: Said, now: float, *, is_over: bool) -> Standing:
+def rank_status(log: RankLog | None, pace: RecentSteps, launcher: Said, now: float, *, is_over: bool) -> RankStatus:
     """Returns what a rank is at; `is_over` says that its attempt is."""
     if log is None:
-        return Standing("has not begun" if not is_over else "did not begin", "dim")
+        return RankStatus("has not begun" if not is_over else "did not begin", "dim")
     if log.end is not None:
         return _ended(log.end["error"])
     if is_over:
-        return Standing("was ended", "warn")
+        return RankStatus("was ended", "warn")
     at = _at(log, pace, now)
-    if log.rank in told.missing:
-        return Standing(f"missing for {roughly(now - last_sign(log))}", "bad")
-    if log.rank in told.slow:
-        return Standing(f"slow{at and ': '}{at}", "warn")
-    return Standing(at, "warn" if told.hangs else "")
+    if log.rank in launcher.missing:
+        return RankStatus(f"missing for {roughly(now - last_sign(log))}", "bad")
+    if log.rank in launcher.slow:
+        return RankStatus(f"slow{at and ': '}{at}", "warn")
+    return RankStatus(at, "warn" if launcher.hangs else "")
 
 
-def _ended(error: str | None) -> Standing:
+def _ended(error: str | None) -> RankStatus:
     if error is None:
-        return Standing("finished", "good")
-    return Standing(LOST_PEERS, "warn") if error.startswith(LOST_PEERS) else Standing(escape_control(error), "bad")
+        return RankStatus("finished", "good")
+    return RankStatus(LOST_PEERS, "warn") if error.startswith(LOST_PEERS) else RankStatus(escape_control(error), "bad")
 
 
 def _at(log: RankLog, pace: RecentSteps, now: float) -> str:
-    at = _noted(log) or _told(log, now)
+    at = _noted(log) or _long_call(log, now)
     if at:
         return at
     since = last_sign(log)
@@ -147,8 +147,8 @@ def _at(log: RankLog, pace: RecentSteps, now: float) -> str:
         return f"no step yet, {roughly(quiet)}" if quiet > QUIET else "no step yet"
     if quiet > max(QUIET, _many_lines(log, pace)):
         return f"no step for {roughly(quiet)}"
-    apart = [name for name in ("evaluate", "save", "load") if pace.spent.get(name)]
-    return {"evaluate": "evaluated", "save": "saved", "load": "loaded"}[apart[0]] if apart else ""
+    outside_training = [name for name in ("evaluate", "save", "load") if pace.spent.get(name)]
+    return {"evaluate": "evaluated", "save": "saved", "load": "loaded"}[outside_training[0]] if outside_training else ""
 
 
 def _many_lines(log: RankLog, pace: RecentSteps) -> float:
@@ -156,13 +156,13 @@ def _many_lines(log: RankLog, pace: RecentSteps) -> float:
     return MANY * pace.seconds * max(1.0, measured(log.steps[-1]["steps"])) if log.steps else 0.0
 
 
-def _told(log: RankLog, now: float) -> str:
+def _long_call(log: RankLog, now: float) -> str:
     """What the rank itself has told of a piece of a step that has lasted for long, and goes on."""
     if not log.at:
         return ""
     name = log.at["operation"] or DOING.get(log.at["phase"], log.at["phase"])
     where = f" at {log.at['site']}" if log.at["site"] else ""
-    return escape_control(f"{name} for {roughly(now - log.at['t'] + log.ahead)}{where}")
+    return escape_control(f"{name} for {roughly(now - log.at['t'] + log.clock_offset)}{where}")
 
 
 def _noted(log: RankLog) -> str:
@@ -179,7 +179,7 @@ def _noted(log: RankLog) -> str:
 def last_sign(log: RankLog) -> float:
     """Returns when a rank was last known to be alive, by this host's clock."""
     last = log.steps[-1] if log.steps else log.begin
-    return measured(last.get("t")) + measured(last.get("seconds")) - log.ahead if last else 0.0
+    return measured(last.get("t")) + measured(last.get("seconds")) - log.clock_offset if last else 0.0
 
 
 def roughly(seconds: float) -> str:
@@ -194,21 +194,21 @@ def roughly(seconds: float) -> str:
 # --- the run ------------------------------------------------------------------------------------------
 
 
-def run_standing(run: Run, told: Said, now: float) -> Standing:
+def run_status(run: Run, launcher: Said, now: float) -> RankStatus:
     """Returns how the run stands as a whole."""
     if run.is_over:
         code = run.about.get("exit")
         if not run.about:
             failed = any(log.end is not None and log.end["error"] is not None for log in run.ranks.values())
-            return Standing("failed", "bad") if failed else Standing("finished", "good")
+            return RankStatus("failed", "bad") if failed else RankStatus("finished", "good")
         known = ENDED.get(code) if isinstance(code, int) else None
-        return known or Standing(f"failed, exit code {escape_control(code)}", "bad")
-    if told.hangs:
-        return Standing("hangs", "bad")
+        return known or RankStatus(f"failed, exit code {escape_control(code)}", "bad")
+    if launcher.hangs:
+        return RankStatus("hangs", "bad")
     quiet = now - max(filter(None, map(last_sign, run.ranks.values())), default=now)
     if quiet > max([SILENT, *(_many_lines(log, recent_steps(log)) for log in run.ranks.values())]):
-        return Standing(f"running? silent for {roughly(quiet)}", "warn")
-    return Standing("running", "good")
+        return RankStatus(f"running? silent for {roughly(quiet)}", "warn")
+    return RankStatus("running", "good")
 
 
 def took(run: Run, now: float) -> float:
@@ -286,7 +286,7 @@ MOST_RANKS = 8  # that are started for a proof on one machine
 
 
 @dataclass(frozen=True)
-class Sameness:
+class CheckVerdict:
     """What is known of it.
 
     Attributes:
@@ -300,21 +300,21 @@ class Sameness:
     command: str
 
 
-def sameness(run: Run) -> Sameness:
+def check_verdict(run: Run) -> CheckVerdict:
     """Returns what is known."""
     command = verify_command(run.about)
     errors = [finding for finding in run.findings if finding.get("severity") == "error"]
     notes = len(run.findings) - len(errors)
     if errors:
         codes = join_and(list(dict.fromkeys(escape_control(each.get("code")) for each in errors)))
-        return Sameness("different", f"No: --check found {plural(len(errors), 'error')} ({codes}).", command)
+        return CheckVerdict("different", f"No: --check found {plural(len(errors), 'error')} ({codes}).", command)
     steps = (run.checked or {}).get("steps")
     if not notes and (run.checked is None or steps == 0):
         what = "Nothing was checked" if run.is_over else "Not known yet (--check tells at the end)"
-        return Sameness("unchecked", f"{what}: `{command}` says whether N ranks train as one.", command)
+        return CheckVerdict("unchecked", f"{what}: `{command}` says whether N ranks train as one.", command)
     over = f" over {plural(steps, 'step')}" if isinstance(steps, int) else ""
     besides = f" but {plural(notes, 'declared difference')}" if notes else ""
-    return Sameness(
+    return CheckVerdict(
         "agrees",
         f"The ranks agree: --check compared them with each other{over} and found nothing{besides}. "
         f"Whether they train as one process would, `{command}` says.",
@@ -336,7 +336,7 @@ def verify_command(about: Event) -> str:
 
 
 HANG = 124  # an exit code
-_MOST_STANDING = 64  # ranks of which it is told what they were at
+_MOST_LAST_SEEN = 64  # ranks of which it is told what they were at
 _QUIET, _LINES = 60.0, 5  # seconds without a line, and lines that would have fitted in: a run may be dead
 
 Word = Literal["running", "ended", "failed"]
@@ -354,14 +354,14 @@ def state(analysis: RunAnalysis, now: float) -> State:
     """Returns what became of the run; `now` is in seconds since 1970."""
     about = analysis.run.about
     word = _word(analysis)
-    told = [_first(analysis)]
+    sentences = [_first(analysis)]
     if word == "running":
-        told.append(_running(analysis, now))
+        sentences.append(_running(analysis, now))
     elif about:
-        told.append(_exit(about))
-    told += [*_failure(about), *_hangs(analysis)]
-    told += [*_ranks(analysis, over=word != "running"), *_others(analysis), *_foreign(analysis)]
-    return State(word, tuple(told))
+        sentences.append(_exit(about))
+    sentences += [*_failure(about), *_hangs(analysis)]
+    sentences += [*_ranks(analysis, over=word != "running"), *_others(analysis), *_foreign(analysis)]
+    return State(word, tuple(sentences))
 
 
 def _word(analysis: RunAnalysis) -> Word:
@@ -409,8 +409,8 @@ def _exit(about: Event) -> str:
         128 + signal.SIGINT: ": Ctrl-C",
         128 + signal.SIGTERM: ": it was told to end, and had saved nothing by then",
     }
-    told = meaning.get(code, "") if isinstance(code, int) else ""
-    return f"It ended with exit code {escape_control(code)}{told}."
+    meaning_of_code = meaning.get(code, "") if isinstance(code, int) else ""
+    return f"It ended with exit code {escape_control(code)}{meaning_of_code}."
 
 
 def _hangs(analysis: RunAnalysis) -> Iterator[str]:
@@ -439,7 +439,7 @@ def _ranks(analysis: RunAnalysis, *, over: bool) -> Iterator[str]:
     silent = [log.rank for log in analysis.logs if log.end is None] if over else []
     if silent:
         yield f"{_named(silent)} did not come to an end: killed, or stopped with the others."
-    yield from (_standing(log) for log in analysis.logs[:_MOST_STANDING] if log.end is None and log.at)
+    yield from (_last_seen(log) for log in analysis.logs[:_MOST_LAST_SEEN] if log.end is None and log.at)
     missing = sorted(set(range(min(analysis.size, 1 << 16))) - {log.rank for log in analysis.logs})
     if analysis.logs and missing:
         yield f"{_named(missing)} {'has' if len(missing) == 1 else 'have'} left no event."
@@ -453,7 +453,7 @@ def _ranks(analysis: RunAnalysis, *, over: bool) -> Iterator[str]:
         yield f"{_named(ranks)} {be[0]} taken {plural(count, 'step')} and {be[1]} not compared with the others."
 
 
-def _standing(log: RankLog) -> str:
+def _last_seen(log: RankLog) -> str:
     """What a rank was at when it was last heard of, and had been for seconds."""
     call = (
         f" ({escape_control(log.at['operation'])} at {escape_control(log.at['site'])})" if log.at["operation"] else ""

@@ -148,7 +148,7 @@ class TimeBreakdown:
         wall: from begin to end.
         training: all steps.
         first: the first step.
-        apart: "evaluate", "save" and "load", where there were any.
+        outside_training: "evaluate", "save" and "load", where there were any.
         step: a step after the first, in the mean.
         usual: likewise, the median.
         slowest: likewise, the longest.
@@ -161,7 +161,7 @@ class TimeBreakdown:
     wall: float
     training: float
     first: float
-    apart: dict[str, float]
+    outside_training: dict[str, float]
     step: float
     usual: float
     slowest: float
@@ -173,7 +173,7 @@ class TimeBreakdown:
     @property
     def rest(self) -> float:
         """Neither training nor apart: imports, loading, what the script does between and behind its steps."""
-        return max(0.0, self.wall - self.training - sum(self.apart.values()))
+        return max(0.0, self.wall - self.training - sum(self.outside_training.values()))
 
     @property
     def waits(self) -> float:
@@ -199,7 +199,7 @@ def account(table: StepTable, logs: Sequence[RankLog], ended: float | None = Non
         wall=wall(logs, ended),
         training=table.total,
         first=float(table.trained[:, 0].mean()) if len(table) else 0.0,
-        apart=_apart(logs),
+        outside_training=_outside_training(logs),
         step=steady.mean(steady.trained),
         usual=_median(trained, steady),
         slowest=float(trained.max()),
@@ -212,13 +212,13 @@ def account(table: StepTable, logs: Sequence[RankLog], ended: float | None = Non
 
 def wall(logs: Sequence[RankLog], ended: float | None = None) -> float:
     """Returns the seconds from the first rank's begin to its launcher's end, or the last sign of life of any rank."""
-    begins = [log.begin["t"] - log.ahead for log in logs if log.begin]
-    ends = [last(log) - log.ahead for log in logs] + ([] if ended is None else [ended])
-    begins += [log.steps[0]["t"] - log.ahead for log in logs if log.steps and not log.begin]
+    begins = [log.begin["t"] - log.clock_offset for log in logs if log.begin]
+    ends = [last(log) - log.clock_offset for log in logs] + ([] if ended is None else [ended])
+    begins += [log.steps[0]["t"] - log.clock_offset for log in logs if log.steps and not log.begin]
     return measured(max(ends) - min(begins)) if begins and ends else 0.0
 
 
-def _apart(logs: Sequence[RankLog]) -> dict[str, float]:
+def _outside_training(logs: Sequence[RankLog]) -> dict[str, float]:
     sums = {
         name: fmean(sum(measured(line["spent"].get(name, 0.0)) for line in log.steps) for log in logs)
         for name in (NON_TRAINING if logs else ())

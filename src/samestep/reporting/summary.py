@@ -13,7 +13,7 @@ from samestep.events import NON_TRAINING
 from samestep.reporting.advice import Advice, advice
 from samestep.reporting.analysis import RunAnalysis
 from samestep.reporting.run_log import Event, number_of
-from samestep.reporting.status import Sameness, State, sameness, state
+from samestep.reporting.status import CheckVerdict, State, check_verdict, state
 from samestep.text import escape_control, format_bytes, format_duration, format_percent, plural
 
 __all__: list[str] = []
@@ -39,7 +39,7 @@ class Summary:
 
     header: str
     state: State
-    same: Sameness
+    same: CheckVerdict
     time: tuple[str, ...]
     advice: tuple[Advice, ...]
 
@@ -53,10 +53,10 @@ def summary(analysis: RunAnalysis, now: float) -> Summary:
     """Returns it; `now` is in seconds since 1970."""
     spent = tuple(_time(analysis)) if analysis.steps else (NO_STEP,)
     found = advice(analysis) if len(analysis.table) else []
-    return Summary(header(analysis), state(analysis, now), sameness(analysis.run), spent, tuple(found))
+    return Summary(header(analysis), state(analysis, now), check_verdict(analysis.run), spent, tuple(found))
 
 
-def as_json(analysis: RunAnalysis, told: Summary) -> dict[str, Any]:
+def as_json(analysis: RunAnalysis, found: Summary) -> dict[str, Any]:
     """Returns what --json writes; docs/reporting.md explains the keys."""
     account = analysis.account
     return {
@@ -64,17 +64,17 @@ def as_json(analysis: RunAnalysis, told: Summary) -> dict[str, Any]:
         "run_dir": str(analysis.run.path),
         "attempt": analysis.number,
         "attempts": analysis.run.attempts,
-        "state": told.state.word,
+        "state": found.state.word,
         "exit": analysis.run.about.get("exit"),
         "ranks": analysis.size,
         "steps": analysis.steps,
         "last_step": analysis.last_step,
-        "same": {"verdict": told.same.verdict, "command": told.same.command},
+        "same": {"verdict": found.same.verdict, "command": found.same.command},
         "time": {
             "wall": account.wall,
             "training": account.training,
             "first_step": account.first,
-            **{name: account.apart.get(name, 0.0) for name in NON_TRAINING},
+            **{name: account.outside_training.get(name, 0.0) for name in NON_TRAINING},
             "rest": account.rest,
         },
         "step": {
@@ -87,16 +87,16 @@ def as_json(analysis: RunAnalysis, told: Summary) -> dict[str, Any]:
         "per_rank": [_rank(analysis, row) for row in range(len(analysis.table.ranks))],
         "imbalance": None if analysis.ledger is None else analysis.ledger.imbalance,
         "values": values(analysis),
-        "advice": [vars(each) for each in told.advice],
+        "advice": [vars(each) for each in found.advice],
         "findings": analysis.run.findings,
         "launcher": analysis.run.said,
         "checkpoints": checkpoints(analysis),
         "problems": analysis.run.problems,
         "sentences": {
-            "state": list(told.state.sentences),
-            "same": [told.same.sentence],
-            "time": list(told.time),
-            "advice": told.changes,
+            "state": list(found.state.sentences),
+            "same": [found.same.sentence],
+            "time": list(found.time),
+            "advice": found.changes,
         },
     }
 
@@ -151,7 +151,7 @@ def _rank(analysis: RunAnalysis, row: int) -> dict[str, Any]:
     steady, rank = analysis.table.steady, analysis.table.ranks[row]
     log = next(log for log in analysis.logs if log.rank == rank)
     work = next((share for share in analysis.ledger.shares if share.rank == rank), None) if analysis.ledger else None
-    dealt = None if analysis.ledger is None or analysis.ledger.unit == "elements" else work
+    own_work = None if analysis.ledger is None or analysis.ledger.unit == "elements" else work
     return {
         "rank": rank,
         "host": log.begin.get("host", log.host),
@@ -160,10 +160,10 @@ def _rank(analysis: RunAnalysis, row: int) -> dict[str, Any]:
         "data": float(steady.by_rank(steady.of_phases("data"))[row]),
         "waits": float(steady.by_rank(steady.waits)[row]),
         "relative": float(analysis.pace.relative[row]),
-        "samples": None if dealt is None else dealt.samples,
-        "weight": None if dealt is None else dealt.weight,
-        "elements": work.weight if work is not None and dealt is None else None,
-        "epoch": None if dealt is None else dealt.epoch,
+        "samples": None if own_work is None else own_work.samples,
+        "weight": None if own_work is None else own_work.weight,
+        "elements": work.weight if work is not None and own_work is None else None,
+        "epoch": None if own_work is None else own_work.epoch,
         "ended": log.end is not None,
         "error": log.end["error"] if log.end else None,
     }
@@ -186,43 +186,43 @@ def _time(analysis: RunAnalysis) -> Iterator[str]:
 def _whole(analysis: RunAnalysis) -> str:
     account = analysis.account
 
-    def told(spent: float) -> str:
+    def text(spent: float) -> str:
         return f"{format_duration(spent)} ({format_percent(account.of_run(spent))})"
 
-    apart = [f"{NAMES[name]} {told(spent)}" for name, spent in account.apart.items()]
+    outside_training = [f"{NAMES[name]} {text(spent)}" for name, spent in account.outside_training.items()]
     rest = (
-        [f"what lies before, between and behind {told(account.rest)}"] if account.of_run(account.rest) > 0.005 else []
+        [f"what lies before, between and behind {text(account.rest)}"] if account.of_run(account.rest) > 0.005 else []
     )
-    parts = [f"{told(account.training)} were training", *apart, *rest]
+    parts = [f"{text(account.training)} were training", *outside_training, *rest]
     return f"Of {format_duration(account.wall)} from begin to end {', '.join(parts)}."
 
 
 def _step(analysis: RunAnalysis) -> str:
     account = analysis.account
     phases = sorted(account.phases.items(), key=lambda each: -each[1])
-    told = ", ".join(
+    text = ", ".join(
         f"{name} {format_percent(account.part(spent))}" for name, spent in phases if account.part(spent) >= 0.005
     )
     slowest = f"; the slowest, step {account.slowest_step:,}, {format_duration(account.slowest)}"
     alone = account.slowest / account.training if account.training else 0.0
     slowest += f", {format_percent(alone)} of all training" if alone > MUCH and analysis.steps > 1 / MUCH else ""
-    return f"A step takes {format_duration(account.step)} (median {format_duration(account.usual)}{slowest}): {told}."
+    return f"A step takes {format_duration(account.step)} (median {format_duration(account.usual)}{slowest}): {text}."
 
 
 def _waits(analysis: RunAnalysis) -> str:
     account, overlap = analysis.account, analysis.overlap
-    told = (
+    text = (
         f"Communication keeps the ranks for {format_percent(account.part(account.waits))} of a step: "
         f"{format_percent(account.part(account.transfer))} the exchange itself, "
         f"{format_percent(account.part(account.delay))} waiting for slower ranks"
     )
     if overlap is None:
-        return f"{told}."
+        return f"{text}."
     buckets = f"{plural(overlap.buckets, 'bucket')} of gradients ({format_bytes(overlap.size)})"
     if overlap.part is None:
-        return f"{told}. {buckets}: when they were full is known, when they were back is not."
+        return f"{text}. {buckets}: when they were full is known, when they were back is not."
     part = f"{format_percent(overlap.part)} of the time that they travel passes beside other work"
-    return f"{told}. {buckets}: {part}."
+    return f"{text}. {buckets}: {part}."
 
 
 def header(analysis: RunAnalysis) -> str:
@@ -247,13 +247,13 @@ def clock(moment: float) -> str:
         return "-"
 
 
-def lines(told: Summary) -> list[str]:
+def lines(found: Summary) -> list[str]:
     """Returns the summary for a terminal."""
     parts = {
-        "": [*filter(None, [told.header]), *told.state.sentences],
-        "is it the same training?": (told.same.sentence,),
-        "where does the time go?": told.time,
-        "what to change": told.changes,
+        "": [*filter(None, [found.header]), *found.state.sentences],
+        "is it the same training?": (found.same.sentence,),
+        "where does the time go?": found.time,
+        "what to change": found.changes,
     }
     shown: list[str] = []
     for heading, sentences in parts.items():

@@ -101,7 +101,7 @@ def _drawn(table: StepTable, logs: Sequence[RankLog]) -> list[RankLog]:
 
 
 def _lanes(step: int, logs: Sequence[RankLog], lines: dict[int, dict[int, Event]]) -> Iterator[Lane]:
-    begins = {log.rank: began(lines[log.rank][step]) - log.ahead for log in logs}
+    begins = {log.rank: began(lines[log.rank][step]) - log.clock_offset for log in logs}
     zero = min(begins.values())
     for log in logs:
         line, shift = lines[log.rank][step], 1e6 * measured(begins[log.rank] - zero)
@@ -191,11 +191,11 @@ def idle(steps: Sequence[Gantt]) -> float:
 
 def _gantt(step: int, logs: Sequence[RankLog], lines: dict[int, dict[int, Event]]) -> Gantt:
     events = [(log, lines[log.rank][step]) for log in logs]
-    zero = min(line["t"] - log.ahead for log, line in events)
+    zero = min(line["t"] - log.clock_offset for log, line in events)
     boxes = [
         Box(log.rank, kind, int(stage), int(micro), begin + shift, max(begin, end) + shift)
         for log, line in events
-        for shift in [measured(line["t"] - log.ahead - zero)]
+        for shift in [measured(line["t"] - log.clock_offset - zero)]
         for kind, stage, micro, begin, end in line["actions"][:MOST_ACTIONS]
         if abs(stage) + abs(micro) + abs(begin) + abs(end) < _LONGEST
     ]

@@ -59,8 +59,8 @@ def _text(event: _FIELDS) -> str:
 
 
 def _zero(logs: Sequence[RankLog]) -> float:
-    begins = [log.begin["t"] - log.ahead for log in logs if log.begin]
-    begins += [log.steps[0]["t"] - log.ahead for log in logs if log.steps]
+    begins = [log.begin["t"] - log.clock_offset for log in logs if log.begin]
+    begins += [log.steps[0]["t"] - log.clock_offset for log in logs if log.steps]
     return min(begins, default=0.0)
 
 
@@ -99,28 +99,28 @@ class _Rank:
         for line in self._log.pipelines:
             yield from self._pipeline(line)
         for line in self._log.checkpoints:
-            told = {key: line[key] for key in ("path", "bytes", "reason")}
+            args = {key: line[key] for key in ("path", "bytes", "reason")}
             yield self._box(
-                CHECKPOINTS, f"checkpoint {line['step']}", self._at(line["t"]), 1e6 * measured(line["seconds"]), told
+                CHECKPOINTS, f"checkpoint {line['step']}", self._at(line["t"]), 1e6 * measured(line["seconds"]), args
             )
         for line in self._log.values:
             yield from self._values(line)
 
     def _at(self, moment: float) -> float:
-        return _micros(moment - self._log.ahead - self._zero)
+        return _micros(moment - self._log.clock_offset - self._zero)
 
-    def _box(self, thread: int, name: str, begin: float, length: float, told: _FIELDS | None = None) -> _FIELDS:
+    def _box(self, thread: int, name: str, begin: float, length: float, args: _FIELDS | None = None) -> _FIELDS:
         """A box that does not begin before the one before it ends, where only rounding says that it does."""
         until = self._until.get(thread, begin)
         since = until if 0 < until - begin < _ROUNDED else begin
         self._until[thread] = end = max(since, begin + measured(length))
         times = {"ts": round(since, 1), "dur": round(end - since, 1)}
-        return {"name": name, "ph": "X", **times, "pid": self._log.rank, "tid": thread, "args": told or {}}
+        return {"name": name, "ph": "X", **times, "pid": self._log.rank, "tid": thread, "args": args or {}}
 
     def _step(self, line: Event) -> Iterator[_FIELDS]:
-        told = {"spent": line["spent"], "work": line["work"]}
+        args = {"spent": line["spent"], "work": line["work"]}
         name = f"step {line['step']}" if line["steps"] == 1 else f"{line['steps']} steps to {line['step']}"
-        yield self._box(STEPS, name, self._at(line["t"]), 1e6 * measured(line["seconds"]), told)
+        yield self._box(STEPS, name, self._at(line["t"]), 1e6 * measured(line["seconds"]), args)
         begin = self._at(began(line))
         for phase, since, length, *call in line["spans"]:
             yield self._box(PHASES, str(phase), begin + measured(since), length)
@@ -139,13 +139,13 @@ class _Rank:
             full = {"name": f"bucket {number} full", "ph": "i", "s": "t", "ts": round(begin + measured(ready), 1)}
             yield full | {"pid": self._log.rank, "tid": BUCKETS, "args": {"bytes": size}}
 
-    def _travel(self, name: str, since: float, until: float, told: _FIELDS) -> Iterator[_FIELDS]:
+    def _travel(self, name: str, since: float, until: float, args: _FIELDS) -> Iterator[_FIELDS]:
         lane = next((lane for lane, taken in enumerate(self._lanes) if taken <= since), len(self._lanes))
         if lane == len(self._lanes):
             self._lanes.append(0.0)
             yield _name(self._log.rank, "buckets" if not lane else f"buckets {lane + 1}", BUCKETS + lane)
         self._lanes[lane] = until
-        yield self._box(BUCKETS + lane, name, since, until - since, told)
+        yield self._box(BUCKETS + lane, name, since, until - since, args)
 
     def _pipeline(self, line: Event) -> Iterator[_FIELDS]:
         begin = self._at(line["t"])

@@ -130,4 +130,4 @@ def clean(line: str) -> str:
     """
     line = line[-20 * LONGEST :].rstrip("\r").rpartition("\r")[2]
     line = _OBEYED.sub("", line).expandtabs(4)[:LONGEST]
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)

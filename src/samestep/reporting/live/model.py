@@ -12,7 +12,7 @@ from typing import Any, Literal
 from samestep.paths import rank_file
 from samestep.reporting import status
 from samestep.reporting.run_log import Event, RankLog, RecentSteps, Run, measured, median_step, recent_steps
-from samestep.reporting.status import Happening, Standing
+from samestep.reporting.status import Happening, RankStatus
 from samestep.text import escape_control, format_duration, format_number, plural
 
 __all__: list[str] = []
@@ -127,7 +127,7 @@ class Row:
     host: str
     step: int
     pace: RecentSteps
-    at: Standing
+    at: RankStatus
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Scene:
     def rank(self) -> int:
         """Whose output is shown: where nobody has chosen, of the rank to blame."""
         first = self.ranks[0] if self.ranks else 0
-        blamed = [status.blamed(self.run), *sorted(self.told.missing)]
+        blamed = [status.blamed(self.run), *sorted(self.launcher_state.missing)]
         found = next((rank for rank in blamed if rank in self.ranks), None)
         return self.choice.rank if self.choice.rank is not None else first if found is None else found
 
@@ -188,7 +188,7 @@ class Scene:
         return Seen(self.rank, self.panel, self.ranks, self.attempts, lambda: self.troubled)
 
     @cached_property
-    def told(self) -> status.Said:
+    def launcher_state(self) -> status.Said:
         """What the launcher has said of it."""
         return status.said(self.run, self.attempt)
 
@@ -205,13 +205,13 @@ class Scene:
     def row(self, rank: int) -> Row:
         """Returns what is seen of a rank."""
         log, its = self.logs.get(rank), self.paces.get(rank, RecentSteps())
-        at = status.standing(log, its, self.told, self.now, is_over=self.is_over)
+        at = status.rank_status(log, its, self.launcher_state, self.now, is_over=self.is_over)
         blamed = status.blamed(self.run)
         if at.level == "bad" and blamed not in {None, rank}:
-            at = Standing(at.text, "warn")  # a victim
+            at = RankStatus(at.text, "warn")  # a victim
         is_last = self.is_over and self.attempt == max(self.attempts, default=self.attempt)
         if blamed == rank and is_last and (log is None or log.end is None):
-            at = Standing("failed", "bad")  # and was gone before it could write so
+            at = RankStatus("failed", "bad")  # and was gone before it could write so
         host = "" if log is None else escape_control(log.host)
         return Row(rank, host, 0 if log is None else log.step, its, at)
 
@@ -221,9 +221,9 @@ class Scene:
         return [rank for rank in self.ranks if self.row(rank).at.is_remarkable]
 
     @cached_property
-    def state(self) -> Standing:
+    def state(self) -> RankStatus:
         """How the run stands."""
-        return status.run_standing(self.run, self.told, self.now)
+        return status.run_status(self.run, self.launcher_state, self.now)
 
     @cached_property
     def failure(self) -> str:
@@ -249,27 +249,27 @@ class Scene:
         """Returns the run, its ranks, its command; of its path only the end where there is no room for all."""
         about = self.run.about
         command = about.get("command")
-        told = " ".join(map(str, command)) if isinstance(command, list) else ""
+        words = " ".join(map(str, command)) if isinstance(command, list) else ""
         hosts = sorted({log.host for log in self.logs.values()})
         where = f" on {hosts[0] if len(hosts) == 1 else f'{len(hosts)} hosts'}" if hosts else ""
         attempt = f", attempt {self.attempt}" if self.attempts[1:] else ""
         ranks = f"{plural(len(self.ranks), 'rank')}{where}{attempt}"
         paths = path_as_said(self.run.path), _whole(self.run.path).name
-        names = ["  ".join(map(escape_control, filter(None, (path, ranks, told)))) for path in paths]
+        names = ["  ".join(map(escape_control, filter(None, (path, ranks, words)))) for path in paths]
         return names[len(names[0]) > room]
 
     @property
     def figures(self) -> list[str]:
         """How far it is, and how fast."""
         step = max((log.step for log in self.logs.values()), default=0)
-        told = [f"step {escape_control(f'{step:,}')}"]
+        words = [f"step {escape_control(f'{step:,}')}"]
         if self.seconds:
-            told.append(f"{format_duration(self.seconds)} a step")
-            told.append(f"{format_number(float(f'{1 / self.seconds:.3g}'))} steps/s")
+            words.append(f"{format_duration(self.seconds)} a step")
+            words.append(f"{format_number(float(f'{1 / self.seconds:.3g}'))} steps/s")
             samples = sum(self.paces[rank].samples for rank, log in self.logs.items() if _has_first_stage(log))
-            told += [f"{samples / self.seconds:,.0f} samples/s"] if samples else []
+            words += [f"{samples / self.seconds:,.0f} samples/s"] if samples else []
         epochs = [measured(log.steps[-1]["work"].get("epoch")) for log in self.logs.values() if log.steps]
-        return told + ([f"epoch {format_number(max(epochs))}"] if any(epochs) else [])
+        return words + ([f"epoch {format_number(max(epochs))}"] if any(epochs) else [])
 
     @cached_property
     def values(self) -> list[Value]:

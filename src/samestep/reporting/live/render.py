@@ -40,7 +40,7 @@ __all__: list[str] = []
 class Mark(NamedTuple):
     """How a phase is shown."""
 
-    letter: str
+    symbol: str
     ink: str
     ground: str
 
@@ -82,9 +82,9 @@ class Marks:
         """Returns the share of each phase in `width` cells."""
         text = Text(no_wrap=True)
         for name, count in largest_remainder(spent, width).items():
-            letter = PHASES[name].letter
-            filling = letter.lower() if self._lettered else " "
-            text.append(letter + filling * (count - 1), self._styles[name] if self.colours else "")
+            symbol = PHASES[name].symbol
+            filling = symbol.lower() if self._lettered else " "
+            text.append(symbol + filling * (count - 1), self._styles[name] if self.colours else "")
         text.append(" " * (width - len(text)))
         return text
 
@@ -97,7 +97,7 @@ class Marks:
         """Returns the letters of phases with their names."""
         text = Text(" ", no_wrap=True)
         for name in names:
-            text.append(PHASES[name].letter, self._styles[name] if self.colours else "bold")
+            text.append(PHASES[name].symbol, self._styles[name] if self.colours else "bold")
             text.append(f" {name}  ", "dim")
         return text
 
@@ -168,12 +168,12 @@ class Layout:
         roomy = free > FEW_LINES
         happenings = min(happenings, 6 if roomy else 3)
         least = (10 if roomy else 5) + 2  # with head and legend
-        told = happenings + 1 if happenings and free >= 14 else 0
-        rows = max(1, min(ranks, free - least - told - 1))
-        panel = free - 2 - rows - told - 1
+        shown = happenings + 1 if happenings and free >= 14 else 0
+        rows = max(1, min(ranks, free - least - shown - 1))
+        panel = free - 2 - rows - shown - 1
         if panel < 1:
             return cls(max(1, min(ranks, free - 1)), 0, 0, legend=int(free > 2))
-        return cls(rows, max(0, told - 1), panel)
+        return cls(rows, max(0, shown - 1), panel)
 
 
 def picture(scene: Scene, output: Sequence[str], width: int, height: int, marks: Marks) -> list[Text]:
@@ -201,8 +201,8 @@ class Picture:
             return self._padded([*self._keys()], height)
         top = list(self._top())
         events = self.scene.panel == "events"
-        told = 0 if events else len(self.scene.happenings)
-        layout = Layout.of(height - len(top) - 1, len(self.scene.ranks), told)
+        shown = 0 if events else len(self.scene.happenings)
+        layout = Layout.of(height - len(top) - 1, len(self.scene.ranks), shown)
         lines = [*top, *self._ranks(layout)]
         if layout.happenings:
             lines += self._happenings(layout.happenings)
@@ -322,10 +322,10 @@ class Picture:
             yield text
 
     def _events(self, count: int) -> list[Text]:
-        lines = [line for each in self.scene.happenings for line in self._told(each)]
+        lines = [line for each in self.scene.happenings for line in self._event_lines(each)]
         return [self._rule("events"), *(lines[-count:] or [self._line(" nothing so far", "dim")])]
 
-    def _told(self, each: Happening) -> Iterator[Text]:
+    def _event_lines(self, each: Happening) -> Iterator[Text]:
         """All that there is to say of it, in as many lines as that takes."""
         margin = " " * 22
         texts = [line for text in each.text.split("\n") for line in wrap(text, max(20, self.width - 22)) or [""]]

@@ -104,7 +104,7 @@ class Terminal:
         sources = [self._woken] if self._keys is None else [self._woken, self._keys]
         ready = select.select(sources, [], [], max(0.0, seconds))[0]
         if self._woken in ready:
-            self._obey(os.read(self._woken, 512))
+            self._apply_signals(os.read(self._woken, 512))
             yield ""  # the terminal may have another size, or nothing on it any more
         elif self._keys in ready and self._keys is not None:
             data = self._read(self._keys)
@@ -118,7 +118,7 @@ class Terminal:
         except OSError:
             return b""  # as its end: nobody sits there any more
 
-    def _obey(self, signals: bytes) -> None:
+    def _apply_signals(self, signals: bytes) -> None:
         self.ended_by = next((number for number in signals if number in _ENDING), self.ended_by)
         if signal.SIGTSTP in signals and self.ended_by is None:
             self._leave()
