@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import samestep
-from samestep.recipes import architectures
-from samestep.recipes.architectures import architecture
+from samestep.recipes import models
+from samestep.recipes.models import architecture
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_library_whose_compiled_part_does_not_fit_is_told_apart(monkeypatch, n
     def broken(library):
         raise RuntimeError("operator torchvision::nms does not exist\nmore")
 
-    monkeypatch.setitem(architectures.CATALOGUES, "torchvision", broken)
+    monkeypatch.setitem(models.CATALOGUES, "torchvision", broken)
     with pytest.raises(samestep.UsageError, match=r"torchvision \(operator torchvision::nms does not exist\)"):
         architecture("vit_b_16", classes=4)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import samestep
-from samestep.recipes import digits, options
+from samestep.recipes import common, digits
 
 ENOUGH = 98.0  # percent
 
@@ -125,7 +125,7 @@ def test_losses_are_never_in_less_than_float32(monkeypatch, capsys, precision, e
 
     monkeypatch.setattr(samestep.Shards, "mean", noted)
     assert digits.main(["--precision", precision, "--epochs", str(epochs)]) == 0
-    assert taken == {options.dtype(precision)}
+    assert taken == {common.dtype(precision)}
     assert epochs < 3 or share(capsys.readouterr().out) > 80
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import samestep
-from samestep.recipes.imagefolder import DummyImages, ImageFolder, train_and_val
+from samestep.recipes.images import DummyImages, ImageFolder, train_and_val
 
 # a machine with fewer cores than loader processes is told so, and is right
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

@@ -13,8 +13,8 @@ import torch
 
 import samestep
 from samestep.recipes import imagenet
-from samestep.recipes.architectures import architecture
 from samestep.recipes.imagenet_options import parse
+from samestep.recipes.models import architecture
 from samestep.testing import assert_same_bits
 
 SMALL = ["--image-size", "32", "-j", "0", "-b", "20", "--lr", "0.01", "--no-accel"]
@@ -49,7 +49,7 @@ def run(folder, *more):
 MAIN = """
 import sys
 from samestep.recipes import imagenet
-from samestep.recipes.architectures import architecture
+from samestep.recipes.models import architecture
 
 if __name__ == "__main__":
     sys.exit(imagenet.main())

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from samestep.recipes.resnet import RESNETS, Bottleneck, ResNet, resnet
+from samestep.recipes.models import RESNETS, Bottleneck, ResNet, resnet
 
 PUBLISHED = {
     "resnet18": 11_689_512,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from samestep.recipes.schedules import cosine, cosine_factor
+from samestep.recipes.common import cosine, cosine_factor
 
 
 def rates(optimizer, schedule, steps):

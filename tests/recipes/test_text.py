@@ -8,7 +8,7 @@ import torch
 
 import samestep
 from samestep.recipes import corpus, text
-from samestep.recipes.schedules import cosine
+from samestep.recipes.common import cosine
 
 SMALL = ["--width", "32", "--layers", "2", "--heads", "2", "--context", "64", "--sample", "8"]
 

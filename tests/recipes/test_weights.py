@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 import samestep
-from samestep.recipes.weights import load_weights
+from samestep.recipes.common import load_weights
 from samestep.testing import assert_same_bits
 
 

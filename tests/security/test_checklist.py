@@ -226,7 +226,7 @@ DOWNLOADS = {"urllib.request", "requests", "httpx", "urllib3", "ftplib", "http.c
 OTHER_FORMATS = {"yaml", "shelve", "dill", "joblib", "configparser", "cPickle", "xml"}
 IN_MEMORY = {"reporting/packed.py"}  # what it has itself packed, and never a file
 BY_NAME = {  # a table's, a function's own or the user's word on the command line, and never what a file says
-    *("__init__.py", "bench/__init__.py", "cli/__init__.py", "recipes/architectures.py", "runtime/mpi/library.py"),
+    *("__init__.py", "bench/__init__.py", "cli/__init__.py", "recipes/models.py", "runtime/mpi/library.py"),
     *(
         "launch/functions/calls.py",
         "launch/start/fork.py",

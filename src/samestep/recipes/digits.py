@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import samestep
-from samestep.recipes import options
-from samestep.recipes.display import Display, percent
-from samestep.recipes.schedules import cosine
+from samestep.recipes import common
+from samestep.recipes.common import cosine
+from samestep.recipes.progress import ProgressDisplay, percent
 
 __all__ = ["DigitNet", "load_digits", "main"]
 
@@ -67,13 +67,13 @@ def load_digits(dtype: torch.dtype = torch.float32) -> tuple[TensorDataset, Tens
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; 0, or the exit code of an error told in one line."""
     args = parser().parse_args(argv)
-    return options.run("digits", lambda: train(args))
+    return common.run_main("digits", lambda: train(args))
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = options.parser("digits", "Train a small CNN on scikit-learn's handwritten digits.")
-    options.add_training_options(made, epochs=15, batch_size=64, lr=3e-3)
+    made = common.parser("digits", "Train a small CNN on scikit-learn's handwritten digits.")
+    common.add_training_options(made, epochs=15, batch_size=64, lr=3e-3)
     return made
 
 
@@ -89,7 +89,7 @@ class Training:
 
     def scores(self, images: torch.Tensor) -> torch.Tensor:
         """The model's forward, in the precision asked for."""
-        with options.autocast(self.precision, images.device):
+        with common.autocast(self.precision, images.device):
             return self.model(images)  # type: ignore[no-any-return]
 
     def kept(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Training:
     def epoch(self, after_step: Callable[[], None]) -> None:
         """One pass over the training set."""
         for images, labels in self.batches:
-            scores = options.at_least_float32(self.scores(images))
+            scores = common.at_least_float32(self.scores(images))
             losses = F.cross_entropy(scores, labels, label_smoothing=SMOOTHING, reduction="none")
             self.batches.mean(losses).backward()  # type: ignore[no-untyped-call]
             if self.batches.step_ends:
@@ -117,18 +117,18 @@ class Training:
 def train(args: argparse.Namespace) -> None:
     """The training, its evaluation and its summary. Collective: every rank must call."""
     torch.set_num_threads(1)  # so small a model that threads would wait for each other longer than they work
-    train_set, held_out = load_digits(options.dtype(args.precision))
+    train_set, held_out = load_digits(common.dtype(args.precision))
     with samestep.world(
         backend=args.backend, device=args.device, seed=args.seed, virtual_ranks=args.virtual_ranks
     ) as world:
         training = build(args, world, train_set)
         batches = training.batches
-        state = options.saving(args, world, **training.kept())
-        with Display("digits", world, batches, epochs=args.epochs, items=len(train_set)) as show:
+        state = common.make_checkpoint(args, world, **training.kept())
+        with ProgressDisplay("digits", world, batches, epochs=args.epochs, items=len(train_set)) as show:
             accuracy = None
             for epoch in state.epochs(args.epochs):
                 show.begin(epoch)
-                training.epoch(after_step=options.both(state.commit, show.step))
+                training.epoch(after_step=common.both(state.commit, show.step))
                 accuracy = held_out_accuracy(training, held_out, world)
                 show.result(held_out=percent(accuracy))
             if accuracy is None:  # the checkpoint held a finished training
@@ -138,7 +138,7 @@ def train(args: argparse.Namespace) -> None:
 
 def build(args: argparse.Namespace, world: samestep.World, train_set: TensorDataset) -> Training:
     """Model, optimizer, schedule and loader. Collective: every rank must call."""
-    network = DigitNet().to(world.device, options.dtype(args.precision))
+    network = DigitNet().to(world.device, common.dtype(args.precision))
     model = samestep.replicate(network, world, compress=args.compress)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.05)
     batches = samestep.shards(

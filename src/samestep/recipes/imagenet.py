@@ -23,14 +23,14 @@ import torch
 from torch.nn import functional as F
 
 import samestep
-from samestep.recipes import options
-from samestep.recipes.architectures import architecture
-from samestep.recipes.display import Display, percent, tell
+from samestep.recipes import common
+from samestep.recipes.common import load_weights
 from samestep.recipes.imagenet_options import parse, settle_files, world_arguments
-from samestep.recipes.weights import load_weights
+from samestep.recipes.models import architecture
+from samestep.recipes.progress import ProgressDisplay, percent, print_rank0
 
 if TYPE_CHECKING:
-    from samestep.recipes.imagefolder import DummyImages, ImageFolder
+    from samestep.recipes.images import DummyImages, ImageFolder
 
     Images: TypeAlias = ImageFolder | DummyImages
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train or evaluate; 0, or the exit code of an error told in one line."""
     args = parse(argv)
     start = start_ranks if args.multiprocessing_distributed else train
-    return options.run("imagenet", functools.partial(start, args))
+    return common.run_main("imagenet", functools.partial(start, args))
 
 
 def start_ranks(args: argparse.Namespace) -> None:
@@ -70,7 +70,7 @@ def join_and_train(args: argparse.Namespace, number: int) -> None:
     else:
         args.rank = args.world_size = -1
         args.dist_url = None
-    code = options.run("imagenet", functools.partial(train, args))
+    code = common.run_main("imagenet", functools.partial(train, args))
     if code:
         raise SystemExit(code)
 
@@ -90,15 +90,15 @@ class Training:
 
     def scores(self, images: torch.Tensor) -> torch.Tensor:
         """The model's forward, in the precision asked for: B x classes."""
-        with options.autocast(self.precision, images.device):
-            return self.model(images.to(options.dtype(self.precision)))  # type: ignore[no-any-return]
+        with common.autocast(self.precision, images.device):
+            return self.model(images.to(common.dtype(self.precision)))  # type: ignore[no-any-return]
 
     def epoch(self, rate: float, after_step: Callable[[], None]) -> None:
         """One pass over the training images at this learning rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         for images, labels in self.batches:
-            losses = F.cross_entropy(options.at_least_float32(self.scores(images)), labels, reduction="none")
+            losses = F.cross_entropy(common.at_least_float32(self.scores(images)), labels, reduction="none")
             self.batches.mean(losses).backward()  # type: ignore[no-untyped-call]
             if self.batches.step_ends:
                 self.optimizer.step()
@@ -123,7 +123,7 @@ def train(args: argparse.Namespace) -> None:
             for epoch in () if args.evaluate else state.epochs(args.epochs):
                 show.begin(epoch)
                 rate = learning_rate(args.lr, epoch)
-                training.epoch(rate, after_step=options.both(state.commit, show.step))
+                training.epoch(rate, after_step=common.both(state.commit, show.step))
                 shares = measure()
                 show.result(top_1=percent(shares[0]), top_5=percent(shares[1]))
             top_1, top_5 = map(percent, shares or measure())  # or: nothing was left to train, or asked to be
@@ -133,9 +133,9 @@ def train(args: argparse.Namespace) -> None:
 def remarks(args: argparse.Namespace, world: samestep.World) -> None:
     """What the user may not expect."""
     if args.seed is not None:
-        tell("imagenet", world, "--seed asks for repeatable kernels; on a GPU they can be considerably slower")
+        print_rank0("imagenet", world, "--seed asks for repeatable kernels; on a GPU they can be considerably slower")
     if args.checkpoint is None and not args.evaluate:
-        tell("imagenet", world, "nothing is saved: --checkpoint DIR saves, and resumes from there")
+        print_rank0("imagenet", world, "nothing is saved: --checkpoint DIR saves, and resumes from there")
 
 
 def build(args: argparse.Namespace, world: samestep.World, train_set: Images, seed: int) -> Training:
@@ -143,7 +143,7 @@ def build(args: argparse.Namespace, world: samestep.World, train_set: Images, se
     network = architecture(args.arch, classes=len(train_set.classes), zero_init=args.zero_init)
     if args.pretrained is not None:
         load_weights(network, args.pretrained)
-    network = network.to(world.device, options.dtype(args.precision))
+    network = network.to(world.device, common.dtype(args.precision))
     # the slices of virtual ranks are computed one after another, and have statistics of their own
     model = samestep.replicate(network, world, batchnorm=None if world.virtual is None else "local")
     settings = {"lr": args.lr, "momentum": args.momentum, "weight_decay": args.weight_decay}
@@ -160,7 +160,7 @@ def build(args: argparse.Namespace, world: samestep.World, train_set: Images, se
 
 def resumption(args: argparse.Namespace, world: samestep.World, training: Training) -> samestep.Checkpoint:
     """Where the training stands, and what saves it. Collective: every rank must call."""
-    state = options.saving(args, world, **training.kept())
+    state = common.make_checkpoint(args, world, **training.kept())
     if args.resume == args.checkpoint and args.resume is not None and not state.resumed:
         raise samestep.UsageError(f"there is no checkpoint in {args.resume}")
     if args.start_epoch and not state.resumed:
@@ -195,10 +195,10 @@ def top_1_and_5(
     return top_1, top_5
 
 
-def display(args: argparse.Namespace, world: samestep.World, training: Training, images: int) -> Display:
+def display(args: argparse.Namespace, world: samestep.World, training: Training, images: int) -> ProgressDisplay:
     """Loss, learning rate and images a second."""
     rate = {"lr": lambda: f"{training.optimizer.param_groups[0]['lr']:g}"}
-    return Display(
+    return ProgressDisplay(
         "imagenet",
         world,
         training.batches,
@@ -212,7 +212,7 @@ def display(args: argparse.Namespace, world: samestep.World, training: Training,
 
 def datasets(args: argparse.Namespace) -> tuple[Images, Images]:
     """Training and validation images."""
-    from samestep.recipes.imagefolder import DummyImages, train_and_val
+    from samestep.recipes.images import DummyImages, train_and_val
 
     if args.dummy:
         number = args.dummy_images

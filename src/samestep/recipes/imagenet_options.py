@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import samestep
-from samestep.recipes.options import PRECISIONS, add_virtual_ranks, count, not_negative, parser, positive
+from samestep.recipes.common import PRECISIONS, add_virtual_ranks, count, not_negative, parser, positive
 
 __all__ = ["parse", "settle_files", "world_arguments"]
 

@@ -23,10 +23,10 @@ import torch
 from torch.nn import functional as F
 
 import samestep
-from samestep.recipes import corpus, options
-from samestep.recipes.display import Display
+from samestep.recipes import common, corpus
+from samestep.recipes.common import cosine
 from samestep.recipes.gpt import GPT
-from samestep.recipes.schedules import cosine
+from samestep.recipes.progress import ProgressDisplay
 
 __all__ = ["main"]
 
@@ -36,23 +36,23 @@ PROMPT = b"def "
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; 0, or the exit code of an error told in one line."""
     args = parser().parse_args(argv)
-    return options.run("text", lambda: train(args))
+    return common.run_main("text", lambda: train(args))
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = options.parser("text", "Train a small GPT over the bytes of Python's standard library.")
-    options.add_training_options(made, epochs=1, batch_size=32, lr=3e-3)
+    made = common.parser("text", "Train a small GPT over the bytes of Python's standard library.")
+    common.add_training_options(made, epochs=1, batch_size=32, lr=3e-3)
     add = made.add_argument
     add("--data", type=Path, default=None, metavar="DIR", help="folder of *.py files, instead of the library's")
-    add("--bytes", type=options.count(1), default=1_500_000, metavar="N", help="how much text to read")
-    add("--context", type=options.count(1), default=128, metavar="N", help="bytes in a sequence")
-    add("--layers", type=options.count(1), default=4, metavar="N", help="blocks")
-    add("--heads", type=options.count(1), default=4, metavar="N", help="attention heads in a block")
-    add("--width", type=options.count(1), default=128, metavar="N", help="width of the residual stream")
-    add("--warm-up", type=options.count(0), default=40, metavar="N", help="steps until the highest learning rate")
-    add("--clip", type=options.positive, default=1.0, metavar="X", help="largest norm of the whole gradient")
-    add("--sample", type=options.count(0), default=160, metavar="N", help="bytes to write at the end")
+    add("--bytes", type=common.count(1), default=1_500_000, metavar="N", help="how much text to read")
+    add("--context", type=common.count(1), default=128, metavar="N", help="bytes in a sequence")
+    add("--layers", type=common.count(1), default=4, metavar="N", help="blocks")
+    add("--heads", type=common.count(1), default=4, metavar="N", help="attention heads in a block")
+    add("--width", type=common.count(1), default=128, metavar="N", help="width of the residual stream")
+    add("--warm-up", type=common.count(0), default=40, metavar="N", help="steps until the highest learning rate")
+    add("--clip", type=common.positive, default=1.0, metavar="X", help="largest norm of the whole gradient")
+    add("--sample", type=common.count(0), default=160, metavar="N", help="bytes to write at the end")
     return made
 
 
@@ -70,9 +70,9 @@ class Training:
     def losses(self, batch: corpus.Sample) -> torch.Tensor:
         """The loss of each byte in nats, B x T; 0 where the target is padding."""
         inputs, targets = batch
-        with options.autocast(self.precision, inputs.device):
+        with common.autocast(self.precision, inputs.device):
             scores = self.model(inputs)
-        scores = options.at_least_float32(scores)
+        scores = common.at_least_float32(scores)
         return F.cross_entropy(scores.transpose(1, 2), targets, ignore_index=corpus.IGNORED, reduction="none")
 
     def kept(self) -> dict[str, Any]:
@@ -107,13 +107,13 @@ def train(args: argparse.Namespace) -> None:
         backend=args.backend, device=args.device, seed=args.seed, virtual_ranks=args.virtual_ranks
     ) as world:
         training = build(args, world, train_set)
-        state = options.saving(args, world, **training.kept())
+        state = common.make_checkpoint(args, world, **training.kept())
         with display(args, world, training.batches, train_set.bytes) as show:
             show.note(f"{train_set.bytes:,} bytes of {folder} to train on, {held_out.bytes:,} held out")
             bits = None
             for epoch in state.epochs(args.epochs):
                 show.begin(epoch)
-                training.epoch(after_step=options.both(state.commit, show.step))
+                training.epoch(after_step=common.both(state.commit, show.step))
                 bits = bits_per_byte(training, held_out, world, args.batch_size)
                 show.result(held_out_bits_per_byte=f"{bits:.3f}")
             if bits is None:  # the checkpoint held a finished training
@@ -123,16 +123,16 @@ def train(args: argparse.Namespace) -> None:
             show.summary(f"{bits:.3f} bits per byte over {held_out.bytes:,} held-out bytes", args.checkpoint)
 
 
-def display(args: argparse.Namespace, world: samestep.World, batches: samestep.Shards, tokens: int) -> Display:
+def display(args: argparse.Namespace, world: samestep.World, batches: samestep.Shards, tokens: int) -> ProgressDisplay:
     """Loss in nats and in bits per byte, and tokens a second."""
     columns = {"bits per byte": lambda: f"{float(batches.loss) / math.log(2):.3f}"}
-    return Display("text", world, batches, epochs=args.epochs, items=tokens, unit="tokens", columns=columns)
+    return ProgressDisplay("text", world, batches, epochs=args.epochs, items=tokens, unit="tokens", columns=columns)
 
 
 def build(args: argparse.Namespace, world: samestep.World, train_set: corpus.ByteSequences) -> Training:
     """Model, optimizer, schedule and loader. Collective: every rank must call."""
     network = GPT(corpus.SYMBOLS, context=args.context, layers=args.layers, heads=args.heads, width=args.width)
-    network.to(world.device, options.dtype(args.precision))
+    network.to(world.device, common.dtype(args.precision))
     model = samestep.replicate(network, world, compress=args.compress)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
     batches = samestep.shards(

@@ -1,16 +1,15 @@
-"""ResNet-18, 34, 50, 101 and 152, in one file and without torchvision.
+"""Networks by name: ResNet-18 to 152 in this file, then torchvision's and timm's, where those can be imported.
 
-torchvision has these models too, but its compiled part has to match the installed torch to the letter, and it
-does not import beside every build. The architecture is that of He et al., "Deep Residual Learning for Image
-Recognition" (arXiv:1512.03385), with two customary changes:
+Both libraries have compiled parts that must match the installed torch, so an import may fail in more ways than
+ImportError; the error for an unknown name says what went wrong with each. The ResNets are those of He et al., "Deep
+Residual Learning for Image Recognition" (arXiv:1512.03385), with two customary changes:
 
 - a bottleneck halves the resolution in its 3x3 convolution, not in the first 1x1 ("v1.5"), which loses less of
   the image;
 - `zero_init` starts every residual branch at zero (Goyal et al., arXiv:1706.02677), so that each block begins as
   the identity and large batches train from the first step.
 
-Parameter names follow the tables everybody publishes weights in (`layer1.0.conv1.weight`, `fc.bias`), so such a
-file loads.
+Parameter names follow the tables everybody publishes weights in (`layer1.0.conv1.weight`, `fc.bias`).
 
     image  B x 3 x 224 x 224
     stem   B x 64 x 56 x 56                         7x7 convolution, stride 2; 3x3 maximum, stride 2
@@ -21,13 +20,19 @@ file loads.
 
 from __future__ import annotations
 
+import difflib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-__all__ = ["RESNETS", "ResNet", "resnet"]
+import samestep
+
+__all__ = ["RESNETS", "ResNet", "architecture", "resnet"]
 
 
 def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -160,3 +165,59 @@ def resnet(name: str, *, classes: int = 1000, zero_init: bool = False) -> ResNet
     """
     block, depths = RESNETS[name]
     return ResNet(block, depths, classes=classes, zero_init=zero_init)
+
+
+def architecture(name: str, *, classes: int, zero_init: bool = False) -> nn.Module:
+    """The network called `name`, freshly initialised, with `classes` outputs.
+
+    Args:
+        name: such as "resnet50", "vit_b_16" (torchvision) or "convnext_tiny" (timm).
+        classes: number of outputs.
+        zero_init: start residual branches at zero; for this package's ResNets.
+
+    Raises:
+        samestep.UsageError: nobody knows the name; lists what there is.
+    """
+    if name in RESNETS:
+        return resnet(name, classes=classes, zero_init=zero_init)
+    known, missing = list(RESNETS), []
+    for library, catalogue in CATALOGUES.items():
+        try:
+            names, make = catalogue(library)
+        except (ImportError, RuntimeError, OSError) as error:
+            missing.append(f"{library} ({first_line(error)})")
+            continue
+        if name in names:
+            return make(name, classes)
+        known += names
+    raise samestep.UsageError(unknown(name, known, missing))
+
+
+def torchvision_models(library: str) -> tuple[list[str], Callable[[str, int], nn.Module]]:
+    """The names that torchvision knows, and how it makes one."""
+    models: ModuleType = import_module(f"{library}.models")
+    return models.list_models(module=models), lambda name, classes: models.get_model(name, num_classes=classes)
+
+
+def timm_models(library: str) -> tuple[list[str], Callable[[str, int], nn.Module]]:
+    """The names that timm knows, and how it makes one."""
+    timm = import_module(library)
+    return timm.list_models(), lambda name, classes: timm.create_model(name, num_classes=classes)
+
+
+Catalogue = Callable[[str], tuple[list[str], Callable[[str, int], nn.Module]]]
+CATALOGUES: dict[str, Catalogue] = {"torchvision": torchvision_models, "timm": timm_models}
+
+
+def unknown(name: str, known: list[str], missing: list[str]) -> str:
+    """What to say about a name that nobody knows."""
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else ":"
+    more = f" and {len(known) - len(RESNETS)} more" if len(known) > len(RESNETS) else ""
+    absent = f"; not importable here: {', '.join(missing)}" if missing else ""
+    return f"unknown architecture {name!r}{hint} there are {', '.join(RESNETS)}{more}{absent}"
+
+
+def first_line(error: Exception) -> str:
+    """The reason, in one line."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

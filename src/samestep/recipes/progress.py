@@ -29,13 +29,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 import samestep
 
-__all__ = ["Display", "percent", "tell"]
+__all__ = ["ProgressDisplay", "percent", "print_rank0"]
 
 LIVE_SECONDS = 0.5
 LINE_SECONDS = 5.0
 
 
-class Display:
+class ProgressDisplay:
     """Progress of one training, shown by rank 0.
 
     Args:
@@ -115,7 +115,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """One line that stays."""
-        tell(self.name, self.world, text, self.console)
+        print_rank0(self.name, self.world, text, self.console)
 
     def summary(self, text: str, checkpoint: Path | None = None) -> None:
         """The last line: the result, what it took, and where it lies."""
@@ -175,7 +175,7 @@ class Display:
         return timedelta(seconds=round(left * self.busy / max(1, self.taken)))
 
 
-def tell(name: str, world: samestep.World, text: str, console: Console | None = None) -> None:
+def print_rank0(name: str, world: samestep.World, text: str, console: Console | None = None) -> None:
     """One line, on rank 0."""
     if world.is_first:
         (console or plain_console()).print(f"{name}: {text}", markup=False)

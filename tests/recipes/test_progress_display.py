@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from samestep.recipes.display import Display, percent, plural
+from samestep.recipes.progress import ProgressDisplay, percent, plural
 
 
 class Batches:
@@ -42,7 +42,7 @@ def made():
         page, clock, batches = io.StringIO(), Clock(), Batches()
         console = Console(file=page, force_terminal=terminal, width=120, highlight=False, soft_wrap=True)
         world = SimpleNamespace(is_first=rank == 0, size=4, pace=pace)
-        show = Display("demo", world, batches, epochs=3, items=1000, console=console, clock=clock, **options)
+        show = ProgressDisplay("demo", world, batches, epochs=3, items=1000, console=console, clock=clock, **options)
         return show, page, clock, batches
 
     return make

@@ -1,8 +1,5 @@
-"""What every recipe's command line has in common, and how each one ends.
+"""What the recipes share: command lines, how they end, the learning rate of a step, weights from a local file.
 
-    seed, epochs, batch size, micro-batch size, learning rate, workers, checkpoint, precision, compress, backend
-
-argparse's own types accept a batch size of -3 and a learning rate of nan; those below refuse them with one line.
 A recipe's `main` returns 0, or prints `name: error: …` in one line and returns the error's exit code (2 for what
 the caller can fix).
 """
@@ -12,12 +9,15 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import samestep
 from samestep.compress import CODEC_NAMES
@@ -28,20 +28,23 @@ __all__ = [
     "at_least_float32",
     "autocast",
     "both",
+    "cosine",
+    "cosine_factor",
     "count",
     "dtype",
+    "load_weights",
+    "make_checkpoint",
     "not_negative",
     "parser",
     "positive",
-    "run",
-    "saving",
+    "run_main",
 ]
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "float64": torch.float64}
 EXTRAS = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
 
-def saving(
+def make_checkpoint(
     args: argparse.Namespace, world: samestep.World, batches: samestep.Shards, **named: Any
 ) -> samestep.Checkpoint:
     """The checkpoint at the path asked for; without one nothing is saved. Collective: every rank must call."""
@@ -170,22 +173,22 @@ def not_negative(text: str) -> float:
     return value
 
 
-def run(name: str, body: Callable[[], None]) -> int:
+def run_main(name: str, body: Callable[[], None]) -> int:
     """Run a recipe to its exit code. What the caller can fix is one line on standard error."""
     try:
         body()
     except samestep.SamestepError as error:
         if error.exit_code != 2:
             raise
-        return complain(name, one_line(error), error.exit_code)
+        return print_error(name, one_line(error), error.exit_code)
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
-        return complain(name, f"{EXTRAS[error.name]} is not installed: pip install 'samestep[recipes]'", 2)
+        return print_error(name, f"{EXTRAS[error.name]} is not installed: pip install 'samestep[recipes]'", 2)
     return 0
 
 
-def complain(name: str, reason: str, code: int) -> int:
+def print_error(name: str, reason: str, code: int) -> int:
     """One line on standard error; the code is passed through."""
     print(f"{name}: error: {reason}", file=sys.stderr, flush=True)
     return code
@@ -195,3 +198,65 @@ def one_line(error: Exception) -> str:
     """The message, without the traceback that a loader process wraps around it."""
     last = str(error).strip().splitlines()[-1]
     return last.removeprefix(f"{type(error).__module__}.{type(error).__qualname__}: ")
+
+
+LAST = 0.1  # of the highest rate
+
+
+def cosine(optimizer: torch.optim.Optimizer, steps: int, *, warm_up: int = 0) -> LambdaLR:
+    """Call its `step()` after each `optimizer.step()`, and nowhere else."""
+    return LambdaLR(optimizer, cosine_factor(steps, warm_up))
+
+
+def cosine_factor(steps: int, warm_up: int) -> Callable[[int], float]:
+    """The share of the highest rate at global step k: up in a line to 1, then down half a cosine to a tenth.
+
+    >>> factor = cosine_factor(110, warm_up=10)
+    >>> [round(factor(step), 3) for step in (0, 9, 10, 60, 110)]
+    [0.1, 1.0, 1.0, 0.55, 0.1]
+    """
+
+    def factor(step: int) -> float:
+        if step < warm_up:
+            return (step + 1) / warm_up
+        done = min(1.0, (step - warm_up) / max(1, steps - warm_up))
+        return LAST + (1 - LAST) * (1 + math.cos(math.pi * done)) / 2
+
+    return factor
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Fills `model` with the weights in `path`.
+
+    Raises:
+        samestep.UsageError: no such file, not a file of weights, or weights of another network.
+    """
+    weights = read_weights(path)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        raise samestep.UsageError(f"the weights in {path} do not fit {type(model).__name__}: {lines[1]}") from error
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Name -> tensor on the host, without `module.` prefixes."""
+    if not path.is_file():
+        raise samestep.UsageError(f"no file of weights at {path}")
+    try:
+        is_safe = path.suffix == ".safetensors"
+        loaded = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # an unpickler fails in as many ways as there are wrong bytes
+        raise samestep.UsageError(f"{path} cannot be read as weights alone: {reason(error)}") from error
+    if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
+        loaded = loaded["state_dict"]
+    if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        raise samestep.UsageError(f"{path} holds no state_dict: a mapping of names to tensors is needed")
+    return {name.removeprefix("module."): value for name, value in loaded.items()}
+
+
+def reason(error: Exception) -> str:
+    """Why a file could not be read, in one line; torch's own line advises running the code in it."""
+    if "weights_only" in str(error):
+        return "it holds other objects than tensors, and loading those would run code"
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

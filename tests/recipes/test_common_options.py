@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import samestep
-from samestep.recipes import options
+from samestep.recipes import common
 
 
 @pytest.fixture
 def parser():
-    made = options.parser("recipe", "A recipe.")
-    options.add_training_options(made, epochs=3, batch_size=64, lr=0.1)
+    made = common.parser("recipe", "A recipe.")
+    common.add_training_options(made, epochs=3, batch_size=64, lr=0.1)
     return made
 
 
@@ -55,12 +55,12 @@ def fail_with(error):
 
 
 def test_a_usage_error_is_one_line_and_exit_code_2(capsys):
-    assert options.run("recipe", fail_with(samestep.UsageError("give more"))) == 2
+    assert common.run_main("recipe", fail_with(samestep.UsageError("give more"))) == 2
     assert capsys.readouterr().err == "recipe: error: give more\n"
 
 
 def test_a_missing_extra_says_what_to_install(capsys):
-    assert options.run("recipe", fail_with(ModuleNotFoundError("no", name="sklearn"))) == 2
+    assert common.run_main("recipe", fail_with(ModuleNotFoundError("no", name="sklearn"))) == 2
     said = "recipe: error: scikit-learn is not installed: pip install 'samestep[recipes]'\n"
     assert capsys.readouterr().err == said
 
@@ -70,11 +70,11 @@ def test_a_missing_extra_says_what_to_install(capsys):
 )
 def test_other_errors_go_on_to_the_launcher(error):
     with pytest.raises(type(error), match=str(error)):
-        options.run("recipe", fail_with(error))
+        common.run_main("recipe", fail_with(error))
 
 
 def test_a_recipe_that_ends_well_returns_0():
-    assert options.run("recipe", lambda: None) == 0
+    assert common.run_main("recipe", lambda: None) == 0
 
 
 def test_a_loader_processes_error_is_told_by_its_last_line():
@@ -82,31 +82,31 @@ def test_a_loader_processes_error_is_told_by_its_last_line():
         "Caught UsageError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
         "  File 'x.py', line 3\nsamestep.errors.UsageError: cannot read image a.jpg: broken\n"
     )
-    assert options.one_line(samestep.UsageError(text)) == "cannot read image a.jpg: broken"
+    assert common.one_line(samestep.UsageError(text)) == "cannot read image a.jpg: broken"
 
 
 def test_bf16_computes_in_bf16_and_keeps_float32_weights():
     weight = torch.ones(2, 2)
-    with options.autocast("bf16", torch.device("cpu")):
+    with common.autocast("bf16", torch.device("cpu")):
         product = weight @ weight
     assert product.dtype == torch.bfloat16
-    assert options.at_least_float32(product).dtype == torch.float32
-    assert options.dtype("bf16") == torch.float32
+    assert common.at_least_float32(product).dtype == torch.float32
+    assert common.dtype("bf16") == torch.float32
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_other_precisions_are_left_as_they_are(precision):
-    weight = torch.ones(2, 2, dtype=options.dtype(precision))
-    with options.autocast(precision, torch.device("cpu")):
+    weight = torch.ones(2, 2, dtype=common.dtype(precision))
+    with common.autocast(precision, torch.device("cpu")):
         assert (weight @ weight).dtype == getattr(torch, precision)
-    assert options.at_least_float32(weight) is weight
+    assert common.at_least_float32(weight) is weight
 
 
 def test_without_a_checkpoint_every_epoch_is_trained_and_steps_still_end():
     data = torch.utils.data.TensorDataset(torch.arange(6.0))
     with samestep.world() as world:
         batches = samestep.shards(data, world, batch_size=3)
-        state = options.saving(argparse.Namespace(checkpoint=None, save_every="10 min"), world, batches)
+        state = common.make_checkpoint(argparse.Namespace(checkpoint=None, save_every="10 min"), world, batches)
         losses = []
         for _ in state.epochs(2):
             for (x,) in batches:
