@@ -34,8 +34,6 @@ from samestep.checkpoints.tree import decode
 from samestep.errors import CheckpointError
 from samestep.rankenv import child_environment
 
-__all__: list[str] = []
-
 SAMESTEP_KEY = "samestep"  # the entry that carries what other formats have no place for
 
 

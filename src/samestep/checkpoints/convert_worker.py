@@ -44,8 +44,6 @@ from samestep.checkpoints.tree import MAPPINGS, decode
 from samestep.checkpoints.writer import write
 from samestep.errors import CheckpointError
 
-__all__: list[str] = []
-
 _SPARE = 2**30  # bytes beyond what is there after importing torch, and a few times the size of the file
 
 _METADATA_NAMES = {

@@ -33,8 +33,6 @@ from samestep.data.once import NamedLock
 from samestep.errors import CheckpointError
 from samestep.files import make_private, open_private
 
-__all__: list[str] = []
-
 RUN_FILE = ".run"
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _UNFINISHED = re.compile(r"\.step-\d{8,}(?:\.\d+)?\.tmp-[0-9a-f]+")

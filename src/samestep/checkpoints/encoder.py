@@ -24,8 +24,6 @@ from samestep.checkpoints.sharding import is_sharded
 from samestep.checkpoints.tree import MAPPINGS, decode
 from samestep.errors import CheckpointError
 
-__all__: list[str] = []
-
 _ARRAYS = {("b", 1), *itertools.product("iu", (1, 2, 4, 8)), *itertools.product("f", (2, 4, 8)), ("c", 8), ("c", 16)}
 
 

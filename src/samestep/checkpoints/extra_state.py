@@ -22,8 +22,6 @@ from samestep.replicas.virtual_engine import VirtualRankEngine
 from samestep.runtime.exchange import all_gather_json, all_gather_tensors
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 Named = Mapping[str, Any]
 
 

@@ -18,8 +18,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__: list[str] = []
-
 PAYLOAD = "tensors.safetensors"
 
 
@@ -30,15 +28,10 @@ def file_of(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a tensor.
+    """A box of a tensor."""
 
-    Attributes:
-        offset: where it begins, in each dim.
-        shape: how long it is.
-    """
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: tuple[int, ...]  # where it begins, in each dim
+    shape: tuple[int, ...]  # how long it is
 
 
 def boxes(grid: dict[str, Any]) -> list[Box]:

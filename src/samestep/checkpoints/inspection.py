@@ -19,8 +19,6 @@ from samestep.checkpoints.payload import DamageError, ForeignError
 from samestep.checkpoints.tree import decode
 from samestep.errors import CheckpointError, UsageError
 
-__all__: list[str] = []
-
 _OF_DATA = {"order", "samples", "seed", "shuffle", "epoch", "cursor"}  # what the state of samestep.Shards holds
 _MOST_REPLAYED = 10**11  # samples, two hours; of more only the positions are looked at, and the summary says so
 _DEEPEST = 12  # levels of the tree of tensors; a name with more dots stays in one piece below them
@@ -41,19 +39,14 @@ class CheckpointInfo:
     """One checkpoint as it was found.
 
     Attributes:
-        folder: where it lies.
-        manifest: what it says of itself; None where that cannot be read.
-        problem: why it is not what was saved; None where it is, as far as was looked.
-        size: bytes of its files.
-        saved: when, in seconds since 1970.
         audits: name of the data -> what its ledger says, where that was asked for.
     """
 
-    folder: Path
-    manifest: Manifest | None
-    problem: DamageError | None
-    size: int
-    saved: float
+    folder: Path  # where it lies
+    manifest: Manifest | None  # what it says of itself; None where that cannot be read
+    problem: DamageError | None  # why it is not what was saved; None where it is, as far as was looked
+    size: int  # bytes of its files
+    saved: float  # when, in seconds since 1970
     audits: dict[str, DataAudit] = field(default_factory=dict)
 
     @property
@@ -170,23 +163,14 @@ def _consumed(state: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """One named object in a checkpoint.
+    """One named object in a checkpoint."""
 
-    Attributes:
-        name: under which it was saved.
-        kind: "module", an optimizer's class, or "object".
-        tensors: how many it holds; one that two objects share counts in both.
-        values: numbers in them.
-        size: their bytes.
-        parameters: numbers that an optimizer updates; None for anything else.
-    """
-
-    name: str
-    kind: str
-    tensors: int
-    values: int
-    size: int
-    parameters: int | None
+    name: str  # under which it was saved
+    kind: str  # "module", an optimizer's class, or "object"
+    tensors: int  # how many it holds; one that two objects share counts in both
+    values: int  # numbers in them
+    size: int  # their bytes
+    parameters: int | None  # numbers that an optimizer updates; None for anything else
 
 
 def objects(manifest: Manifest) -> list[ObjectInfo]:
@@ -225,21 +209,13 @@ def _tensors_of(tree: Any) -> set[str]:
 
 @dataclass
 class TreeNode:
-    """A level of names.
+    """A level of names."""
 
-    Attributes:
-        name: the last piece of the name, or several of them: "0 … 11".
-        form: dtype and shape, where a tensor ends here.
-        values: numbers in it and below.
-        size: bytes in it and below.
-        branches: the next level.
-    """
-
-    name: str
-    form: str = ""
-    values: int = 0
-    size: int = 0
-    branches: list[TreeNode] = field(default_factory=list)
+    name: str  # the last piece of the name, or several of them: "0 … 11"
+    form: str = ""  # dtype and shape, where a tensor ends here
+    values: int = 0  # numbers in it and below
+    size: int = 0  # bytes in it and below
+    branches: list[TreeNode] = field(default_factory=list)  # the next level
 
 
 def tensor_tree(manifest: Manifest, *, expand: bool = False) -> list[TreeNode]:

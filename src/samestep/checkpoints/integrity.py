@@ -22,8 +22,6 @@ from samestep.checkpoints.payload import DamageError, check_payload, open_plain,
 from samestep.checkpoints.tree import decode
 from samestep.errors import CheckpointError
 
-__all__: list[str] = []
-
 _LOG = logging.getLogger("samestep.checkpoint")
 _Result = TypeVar("_Result")
 

@@ -14,25 +14,17 @@ from samestep.errors import UsageError
 from samestep.runtime.exchange import broadcast_json
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 _UNITS_S = {"s": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0, "h": 3600.0, "hour": 3600.0}
 _FORM = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+?)s?")
 
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """At most one of ``steps`` and ``seconds``; with neither, checkpoints are due at the end of epochs only.
+    """At most one of ``steps`` and ``seconds``; with neither, checkpoints are due at the end of epochs only."""
 
-    Attributes:
-        steps: due after every so many optimizer steps.
-        seconds: due at the first step that ends so long after the last save.
-        epochs: due at the end of every so many epochs, and of the last.
-    """
-
-    steps: int | None = None
-    seconds: float | None = None
-    epochs: int = 1
+    steps: int | None = None  # due after every so many optimizer steps
+    seconds: float | None = None  # due at the first step that ends so long after the last save
+    epochs: int = 1  # due at the end of every so many epochs, and of the last
 
 
 def parse_interval(every: int | str | None) -> SaveInterval:

@@ -25,8 +25,6 @@ from typing import Any
 from samestep.checkpoints.grid import is_grid
 from samestep.errors import CheckpointError
 
-__all__: list[str] = []
-
 SCHEMA = 1
 MANIFEST = "manifest.json"
 LONGEST = 40 * 2**20  # bytes of JSON, enough for 100,000 tensors
@@ -57,36 +55,28 @@ class Manifest:
     """What a checkpoint folder holds.
 
     Attributes:
-        schema: version of this layout.
-        step: optimizer steps committed before the save.
-        epoch: epochs finished before the save.
-        world_size: ranks that saved; 0 where nobody knows, as in a converted file.
         samestep, torch: the versions that wrote it.
-        about: name -> what tells whether a saved object fits another one.
-        state: name -> tree of that object's state.
         extra: tree of what is saved beside the objects, see :mod:`samestep.checkpoints.extra_state`; None if converted.
         tensors: name -> {"dtype", "shape"} of the whole tensor and "sha256", of each of its parts in their order. The
             digests are those of the bytes in memory before they were written.
         parts: name of a tensor that lies in several files, or in that of another rank than the first -> {"bounds",
             "ranks"}, see :mod:`samestep.checkpoints.grid`.
-        run: the id of the run that saved, see :mod:`samestep.checkpoints.directory`. Empty where nobody knows.
-        command: the command line of the run, secrets masked.
         settings: name -> settings of that object as the script gave them, such as a learning rate.
     """
 
-    schema: int
-    step: int
-    epoch: int
-    world_size: int
+    schema: int  # version of this layout
+    step: int  # optimizer steps committed before the save
+    epoch: int  # epochs finished before the save
+    world_size: int  # ranks that saved; 0 where nobody knows, as in a converted file
     samestep: str
     torch: str
-    about: dict[str, dict[str, Any]]
-    state: dict[str, Any]
+    about: dict[str, dict[str, Any]]  # name -> what tells whether a saved object fits another one
+    state: dict[str, Any]  # name -> tree of that object's state
     extra: Any
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    run: str = ""
-    command: list[str] = field(default_factory=list)
+    run: str = ""  # the id of the run that saved, see :mod:`samestep.checkpoints.directory`. Empty where nobody knows
+    command: list[str] = field(default_factory=list)  # the command line of the run, secrets masked
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 

@@ -24,8 +24,6 @@ from samestep.checkpoints.grid import PAYLOAD, file_of, shape_of
 from samestep.checkpoints.manifest import ITEM_BYTES, Manifest, bytes_of
 from samestep.errors import CheckpointError
 
-__all__: list[str] = []
-
 _CHUNK = 1 << 20
 _NAMES = {  # safetensors' own; complex128 it does not have, and it is stored as pairs of float64
     "bool": "BOOL",

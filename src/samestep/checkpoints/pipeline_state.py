@@ -23,8 +23,6 @@ from samestep.errors import CheckpointError
 from samestep.pipelines.pipeline import Pipeline
 from samestep.runtime.exchange import all_gather_json
 
-__all__: list[str] = []
-
 
 class PipelineState:
     """What of the named objects is in stages. Collective: every rank must make it.
@@ -77,16 +75,11 @@ class PipelineState:
 
 @dataclass(frozen=True)
 class _PipelineOptimizer:
-    """An optimizer over the parameters of a pipeline.
-
-    Attributes:
-        local: by group, the names of those that it has here, copies of shared weights as well.
-        full: by group, of those that it has on all stages, in the model's order.
-    """
+    """An optimizer over the parameters of a pipeline."""
 
     pipeline: Pipeline
-    local: list[list[str]]
-    full: list[list[str]]
+    local: list[list[str]]  # by group, the names of those that it has here, copies of shared weights as well
+    full: list[list[str]]  # by group, of those that it has on all stages, in the model's order
 
 
 def _parameter_names(name: str, optimizer: Optimizer, pipeline: Pipeline) -> _PipelineOptimizer:

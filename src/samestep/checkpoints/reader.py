@@ -18,8 +18,6 @@ from samestep.checkpoints.sharding import read_shards
 from samestep.checkpoints.writer import tensor_entry
 from samestep.errors import CheckpointError
 
-__all__: list[str] = []
-
 
 def read_tensors(folder: Path, manifest: Manifest, targets: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Returns the tensors of a checkpoint in memory of their own: whole and on the CPU, but for those of `targets`.

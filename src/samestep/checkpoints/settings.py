@@ -22,8 +22,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep._version import __version__
 from samestep.checkpoints.manifest import Manifest
 
-__all__: list[str] = []
-
 MASK = "***"
 _SECRET = re.compile(r"key|token|secret|password|passwd|credential", re.IGNORECASE)
 _MOST_WORDS, _LONGEST_WORD = 1_000, 1_000

@@ -36,8 +36,6 @@ from samestep.runtime.exchange import all_gather_json
 from samestep.runtime.store_messages import decode_message
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 HEARTBEAT_TIMEOUT_S = 30.0  # of a rank that writes, whose heartbeats arrive meanwhile
 _SHORT_TIMEOUT_S = 5.0  # the same where this rank leaves because of an error, which may well be that rank's end
 _HEARTBEAT_S = 1.0
@@ -53,16 +51,14 @@ class ShardReport:
     """What one rank holds of tensors that are cut among the ranks.
 
     Attributes:
-        names: under which they are saved; those of the first rank count.
         forms: name -> {"dtype", "shape"} of the whole tensor, at every place, tied ones too.
         boxes: name -> [offset, shape] of what this rank holds; without those of which it holds nothing.
-        other: bytes of what is not cut, which the first rank writes.
     """
 
-    names: list[str]
+    names: list[str]  # under which they are saved; those of the first rank count
     forms: dict[str, dict[str, Any]] = field(default_factory=dict)
     boxes: dict[str, list[list[int]]] = field(default_factory=dict)
-    other: int = 0
+    other: int = 0  # bytes of what is not cut, which the first rank writes
 
 
 def plan_writes(reports: Sequence[ShardReport]) -> dict[str, dict[str, Any]]:

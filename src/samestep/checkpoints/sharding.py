@@ -24,8 +24,6 @@ from samestep.checkpoints.manifest import Manifest
 from samestep.checkpoints.tree import MAPPINGS, decode
 from samestep.errors import CheckpointError
 
-__all__: list[str] = []
-
 
 def is_sharded(value: object) -> bool:
     """Whether a value is a DTensor; where torch.distributed.tensor was never imported, there is none."""

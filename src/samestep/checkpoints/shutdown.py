@@ -32,8 +32,6 @@ from samestep.rankenv import child_environment, variable
 from samestep.runtime.step_state import StepState
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _LEAST_MARGIN_S = 20.0
 _SCONTROL_TIMEOUT_S = 10.0
@@ -191,14 +189,10 @@ class Deadline:
     """The end of a job, and what is known of how long steps take. All times in seconds of the monotonic clock.
 
     A clock that is set meanwhile would move the end, or make a step of hours of one.
-
-    Attributes:
-        at: when the job is ended.
-        started: when that was found out.
     """
 
-    at: float
-    started: float
+    at: float  # when the job is ended
+    started: float  # when that was found out
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=200))
     _ended: float | None = None
 

@@ -25,8 +25,6 @@ from samestep.errors import CheckpointError, UsageError
 from samestep.runtime.exchange import all_gather_json, all_gather_tensors, run_on_all_ranks
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 OPTIONS = ("every", "keep", "keep_each", "time_limit", "resume")  # of samestep.checkpoint, beside the objects
 _MOST_LINES = 6
 _MOST_NAMES = 4  # differences of a kind that are named one by one
@@ -66,11 +64,10 @@ class ObjectState:
     Attributes:
         about: what tells whether it fits another object, as JSON: its kind, and for an optimizer the shapes of its
             parameters by group.
-        content: its state dict, with the names of bare modules.
     """
 
     about: dict[str, Any]
-    content: Any
+    content: Any  # its state dict, with the names of bare modules
 
 
 def capture_state(thing: Stateful) -> ObjectState:

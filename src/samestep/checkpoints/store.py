@@ -31,8 +31,6 @@ from samestep.errors import CheckpointError, PeerError
 from samestep.runtime.exchange import broadcast_json, run_on_all_ranks
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 _Result = TypeVar("_Result")
 Targets = Callable[[Manifest], Mapping[str, Tensor]]  # which tensors are read only in part, as which DTensors are cut
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from samestep.errors import CheckpointError
 
-__all__: list[str] = []
-
 MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 
 

@@ -35,8 +35,6 @@ from samestep.errors import CheckpointError
 from samestep.runtime.digest import bytes_of
 from samestep.text import bytes_text
 
-__all__: list[str] = []
-
 THREAD = "samestep-checkpoint"  # the name of the thread that writes
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -46,11 +44,10 @@ class RemoteWriters:
     """The ranks that write files of their own into a folder which the first has made.
 
     Attributes:
-        folder: the unfinished checkpoint.
         collect: waits for what :func:`write_shard` returns on each of them, and returns it by rank.
     """
 
-    folder: Path
+    folder: Path  # the unfinished checkpoint
     collect: Callable[[], dict[int, dict[str, Any]]]
 
 

@@ -28,8 +28,6 @@ from samestep.reporting.overlap import SYNC_BATCHNORM, Collective
 from samestep.reporting.timeline import idle
 from samestep.text import escape_control, format_duration, format_percent
 
-__all__: list[str] = []
-
 LEAST = 0.02  # of the time
 DATA, SLOW, EXCHANGE, CHANGING, EVALUATION, IDLE = 0.05, 0.03, 0.05, 0.05, 0.10, 0.10
 COMMUNICATION = 0.25
@@ -37,21 +35,13 @@ COMMUNICATION = 0.25
 
 @dataclass(frozen=True)
 class Advice:
-    """Something to change.
+    """Something to change."""
 
-    Attributes:
-        code: what it is about.
-        text: what was seen, and what to do about it.
-        how: where the gain comes from.
-        gain: the share of the time that it would save at most.
-        of: a "step", or the whole "run".
-    """
-
-    code: str
-    text: str
-    how: str
-    gain: float
-    of: Literal["step", "run"] = "step"
+    code: str  # what it is about
+    text: str  # what was seen, and what to do about it
+    how: str  # where the gain comes from
+    gain: float  # the share of the time that it would save at most
+    of: Literal["step", "run"] = "step"  # a "step", or the whole "run"
 
     @property
     def sentence(self) -> str:

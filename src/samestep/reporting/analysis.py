@@ -13,22 +13,14 @@ from samestep.reporting.steps import RankTimes, StepTable, TimeBreakdown, accoun
 from samestep.reporting.timeline import Gantt, gantts
 from samestep.reporting.workload import Ledger, ledger
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class RunAnalysis:
-    """An attempt.
+    """An attempt."""
 
-    Attributes:
-        run: that it is of.
-        number: of the attempt.
-        logs: of its ranks, in their order; none where no rank has written anything.
-    """
-
-    run: Run
-    number: int
-    logs: tuple[RankLog, ...]
+    run: Run  # that it is of
+    number: int  # of the attempt
+    logs: tuple[RankLog, ...]  # of its ranks, in their order; none where no rank has written anything
 
     @cached_property
     def table(self) -> StepTable:

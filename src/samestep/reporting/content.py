@@ -36,8 +36,6 @@ from samestep.text import (
     spans,
 )
 
-__all__: list[str] = []
-
 EVEN = 0.005  # of the mean: ranks that have so much more have as much
 MOST_ROWS = 256  # of a table
 MOST_HEATED = 128  # ranks in the heat map

@@ -17,8 +17,6 @@ from statistics import fmean
 from samestep.reporting.run_log import Event, RankLog, measured
 from samestep.reporting.steps import WAITS, sound
 
-__all__: list[str] = []
-
 LOOKED_AT = 400  # lines of a rank: a mean of more is no other
 SHOWN = 10  # calls
 SYNC_BATCHNORM = "SyncBatchNorm"  # so its collectives are called in events, whoever calls them
@@ -28,19 +26,12 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Overlap:
-    """A step's communication, as far as is known when buckets were under way; microseconds, the mean of what was seen.
+    """A step's communication, as far as is known when buckets were under way; microseconds, means."""
 
-    Attributes:
-        buckets: how many there are.
-        size: bytes of all of them.
-        travelling: at least one was under way.
-        hidden: of that, while the rank computed.
-    """
-
-    buckets: int
-    size: int
-    travelling: float
-    hidden: float
+    buckets: int  # how many there are
+    size: int  # bytes of all of them
+    travelling: float  # at least one was under way
+    hidden: float  # of that, while the rank computed
 
     @property
     def part(self) -> float | None:
@@ -50,19 +41,12 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of the script's own.
+    """A collective of the script's own."""
 
-    Attributes:
-        operation: such as "all_reduce".
-        where: "file:line".
-        seconds: of a step, the mean of the ranks.
-        least: likewise, the rank that waits least in it: what is no waiting for others.
-    """
-
-    operation: str
-    where: str
-    seconds: float
-    least: float
+    operation: str  # such as "all_reduce"
+    where: str  # "file:line"
+    seconds: float  # of a step, the mean of the ranks
+    least: float  # likewise, the rank that waits least in it: what is no waiting for others
 
 
 def overlap(logs: Sequence[RankLog]) -> Overlap | None:

@@ -13,8 +13,6 @@ from typing import Any, overload
 
 from samestep.events import Reader
 
-__all__: list[str] = []
-
 _LAST = 1e11  # seconds since 1970; later is no time
 
 

@@ -23,8 +23,6 @@ from samestep.reporting.status import program
 from samestep.reporting.summary import Summary
 from samestep.text import escape_lines, format_percent
 
-__all__: list[str] = []
-
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 

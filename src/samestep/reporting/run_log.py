@@ -24,8 +24,6 @@ from samestep.errors import UsageError
 from samestep.events import NON_TRAINING, PHASES, Reader
 from samestep.paths import RunDirectory, rank_file
 
-__all__: list[str] = []
-
 Event = dict[str, Any]
 _MOST = 1e12  # seconds, steps or bytes; more is no measurement
 _LARGEST = 64 << 20  # bytes of a file that is read whole
@@ -33,39 +31,22 @@ _LARGEST = 64 << 20  # bytes of a file that is read whole
 
 @dataclass
 class RankLog:
-    """What one rank has written in one attempt.
-
-    Attributes:
-        rank: which.
-        attempt: of the run.
-        host: the name of its host's folder.
-        folder: where its files lie.
-        begin: its "begin", or {}.
-        machine: its "machine", or {}.
-        steps: its "step" events, in order; the last may be of 0 steps.
-        values: its "values".
-        checkpoints: its "checkpoint" events.
-        pipelines: its "pipeline" events.
-        at: its last "at", {} where a step has ended since.
-        end: its "end", None while it runs, or where it was killed.
-        dropped: lines that its writer had no room for.
-        clock_offset: seconds that its clock is ahead of rank 0's.
-    """
+    """What one rank has written in one attempt."""
 
     rank: int
-    attempt: int
-    host: str
-    folder: Path
-    begin: Event = field(default_factory=dict)
-    machine: Event = field(default_factory=dict)
-    steps: list[Event] = field(default_factory=list)
-    values: list[Event] = field(default_factory=list)
-    checkpoints: list[Event] = field(default_factory=list)
-    pipelines: list[Event] = field(default_factory=list)
-    at: Event = field(default_factory=dict)
-    end: Event | None = None
-    dropped: int = 0
-    clock_offset: float = 0.0
+    attempt: int  # of the run
+    host: str  # the name of its host's folder
+    folder: Path  # where its files lie
+    begin: Event = field(default_factory=dict)  # its "begin", or {}
+    machine: Event = field(default_factory=dict)  # its "machine", or {}
+    steps: list[Event] = field(default_factory=list)  # its "step" events, in order; the last may be of 0 steps
+    values: list[Event] = field(default_factory=list)  # its "values"
+    checkpoints: list[Event] = field(default_factory=list)  # its "checkpoint" events
+    pipelines: list[Event] = field(default_factory=list)  # its "pipeline" events
+    at: Event = field(default_factory=dict)  # its last "at", {} where a step has ended since
+    end: Event | None = None  # its "end", None while it runs, or where it was killed
+    dropped: int = 0  # lines that its writer had no room for
+    clock_offset: float = 0.0  # seconds that its clock is ahead of rank 0's
     reader: Reader = field(repr=False, default_factory=lambda: Reader(Path()))
 
     def take(self) -> int:
@@ -101,21 +82,17 @@ class Run:
     """A run directory.
 
     Attributes:
-        path: of it.
-        about: its run.json, {} where there is none.
         ranks: what the ranks have written, by attempt and rank.
-        said: the launcher's events.
-        findings: those of --check, as `samestep verify --json` has them.
         problems: what could not be read, a line each.
         checked: what --check says of itself at its end, None where it was not asked for, or is not over.
         reader: what reads events; a view of the last steps need not read all.
     """
 
     path: Path
-    about: Event = field(default_factory=dict)
+    about: Event = field(default_factory=dict)  # its run.json, {} where there is none
     ranks: dict[tuple[int, int], RankLog] = field(default_factory=dict)
-    said: list[Event] = field(default_factory=list)
-    findings: list[Event] = field(default_factory=list)
+    said: list[Event] = field(default_factory=list)  # the launcher's events
+    findings: list[Event] = field(default_factory=list)  # those of --check, as `samestep verify --json` has them
     checked: Event | None = None
     reader: type[Reader] = field(default=Reader, repr=False)
     _launcher: Reader | None = field(default=None, repr=False)
@@ -309,16 +286,13 @@ class RecentSteps:
     """The last steps of a rank.
 
     Attributes:
-        steps: how many they are.
-        seconds: of one of them, as far as it was training; 0 where nothing is known.
         spent: seconds by phase, in their order; evaluate, save and load only where the rank has just been in one.
-        samples: that this rank has taken in the last of them.
     """
 
-    steps: int = 0
-    seconds: float = 0.0
+    steps: int = 0  # how many they are
+    seconds: float = 0.0  # of one of them, as far as it was training; 0 where nothing is known
     spent: dict[str, float] = field(default_factory=dict)
-    samples: float = 0.0
+    samples: float = 0.0  # that this rank has taken in the last of them
 
 
 def recent_steps(log: RankLog) -> RecentSteps:

@@ -31,7 +31,6 @@ from samestep.text import (
 if TYPE_CHECKING:
     from samestep.reporting.analysis import RunAnalysis
 
-__all__: list[str] = []
 
 Level = Literal["", "dim", "good", "warn", "bad"]
 QUIET = 2.0  # seconds without a step that need no word
@@ -287,17 +286,11 @@ MOST_RANKS = 8  # that are started for a proof on one machine
 
 @dataclass(frozen=True)
 class CheckVerdict:
-    """What is known of it.
+    """What is known of it."""
 
-    Attributes:
-        verdict: in a word.
-        sentence: in one.
-        command: that would say more.
-    """
-
-    verdict: Literal["different", "agrees", "unchecked"]
-    sentence: str
-    command: str
+    verdict: Literal["different", "agrees", "unchecked"]  # in a word
+    sentence: str  # in one
+    command: str  # that would say more
 
 
 def check_verdict(run: Run) -> CheckVerdict:

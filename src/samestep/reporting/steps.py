@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 from samestep.events import NON_TRAINING, PHASES
 from samestep.reporting.run_log import Event, RankLog, last, measured
 
-__all__: list[str] = []
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -40,17 +38,13 @@ class StepTable:
     """A run's steps.
 
     Attributes:
-        ranks: by row.
-        steps: by column, the last step that it stands for.
-        counts: by column, how many steps those are.
-        spent: (row, column, phase): seconds of a step.
         left_out: ranks that have too few steps to be compared, and how many they have.
     """
 
-    ranks: tuple[int, ...]
-    steps: Ints
-    counts: Ints
-    spent: Floats
+    ranks: tuple[int, ...]  # by row
+    steps: Ints  # by column, the last step that it stands for
+    counts: Ints  # by column, how many steps those are
+    spent: Floats  # (row, column, phase): seconds of a step
     left_out: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -142,33 +136,19 @@ def _seconds(line: Event) -> list[float]:
 
 @dataclass(frozen=True)
 class TimeBreakdown:
-    """Seconds.
+    """Seconds."""
 
-    Attributes:
-        wall: from begin to end.
-        training: all steps.
-        first: the first step.
-        outside_training: "evaluate", "save" and "load", where there were any.
-        step: a step after the first, in the mean.
-        usual: likewise, the median.
-        slowest: likewise, the longest.
-        slowest_step: which that is.
-        phases: a step after the first, by phase.
-        transfer: of its waiting, what no rank was spared.
-        delay: the rest of it, which is for other ranks.
-    """
-
-    wall: float
-    training: float
-    first: float
-    outside_training: dict[str, float]
-    step: float
-    usual: float
-    slowest: float
-    slowest_step: int
-    phases: dict[str, float]
-    transfer: float
-    delay: float
+    wall: float  # from begin to end
+    training: float  # all steps
+    first: float  # the first step
+    outside_training: dict[str, float]  # "evaluate", "save" and "load", where there were any
+    step: float  # a step after the first, in the mean
+    usual: float  # likewise, the median
+    slowest: float  # likewise, the longest
+    slowest_step: int  # which that is
+    phases: dict[str, float]  # a step after the first, by phase
+    transfer: float  # of its waiting, what no rank was spared
+    delay: float  # the rest of it, which is for other ranks
 
     @property
     def rest(self) -> float:
@@ -241,32 +221,20 @@ OFTEN, CLEARLY = 0.25, 1.05  # in so many of them, by so much
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank that holds the others up most.
-
-    Attributes:
-        rank: which.
-        own: its own seconds of a step.
-        others: the median of the others'.
-        phase: in which it loses most.
-        gain: seconds that every step would be shorter, if it kept up.
-    """
+    """The rank that holds the others up most."""
 
     rank: int
-    own: float
-    others: float
-    phase: str
-    gain: float
+    own: float  # its own seconds of a step
+    others: float  # the median of the others'
+    phase: str  # in which it loses most
+    gain: float  # seconds that every step would be shorter, if it kept up
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """How fast each rank is.
+    """How fast each rank is."""
 
-    Attributes:
-        table: of the steps.
-    """
-
-    table: StepTable
+    table: StepTable  # of the steps
 
     @cached_property
     def own(self) -> Floats:

@@ -16,8 +16,6 @@ from samestep.reporting.run_log import Event, number_of
 from samestep.reporting.status import CheckVerdict, State, check_verdict, state
 from samestep.text import escape_control, format_bytes, format_duration, format_percent, plural
 
-__all__: list[str] = []
-
 VERSION = 1  # of what --json writes
 NAMES = {"evaluate": "evaluation", "save": "saving", "load": "loading"}
 NO_STEP = "No step was finished."
@@ -27,21 +25,13 @@ MUCH = 0.2  # of all training, for one step
 
 @dataclass(frozen=True)
 class Summary:
-    """What there is to say first.
+    """What there is to say first."""
 
-    Attributes:
-        header: what was run, when, and on what.
-        state: what became of the run.
-        same: whether it was the same training.
-        time: where its time went, in sentences.
-        advice: what to change, the greatest gain first.
-    """
-
-    header: str
-    state: State
-    same: CheckVerdict
-    time: tuple[str, ...]
-    advice: tuple[Advice, ...]
+    header: str  # what was run, when, and on what
+    state: State  # what became of the run
+    same: CheckVerdict  # whether it was the same training
+    time: tuple[str, ...]  # where its time went, in sentences
+    advice: tuple[Advice, ...]  # what to change, the greatest gain first
 
     @property
     def changes(self) -> list[str]:

@@ -19,8 +19,6 @@ import numpy as np
 from samestep.reporting.run_log import Event, RankLog, measured, number_of
 from samestep.reporting.steps import TRAINING, Floats, Ints, StepTable, sound
 
-__all__: list[str] = []
-
 SLOWEST, BETWEEN = 5, 11  # how many of them
 MOST_RANKS = 64  # that are drawn
 MOST_BUCKETS = 64  # of a rank
@@ -31,33 +29,24 @@ class Lane:
     """A rank in a step; times are microseconds from the begin of the rank that began first.
 
     Attributes:
-        rank: which.
         spans: (phase, begin, length, label); the label is a collective's name and place.
         buckets: (number, bytes, ready, begun, done), None where nobody says.
-        more: spans that were left out.
     """
 
     rank: int
     spans: list[tuple[str, float, float, str]]
     buckets: list[tuple[int, int, float | None, float | None, float | None]]
-    more: int
+    more: int  # spans that were left out
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A step.
-
-    Attributes:
-        step: which.
-        why: it was chosen.
-        seconds: of training in it, the mean of the ranks.
-        lanes: by rank.
-    """
+    """A step."""
 
     step: int
-    why: str
-    seconds: float
-    lanes: list[Lane]
+    why: str  # it was chosen
+    seconds: float  # of training in it, the mean of the ranks
+    lanes: list[Lane]  # by rank
 
 
 def moments(table: StepTable, logs: Sequence[RankLog]) -> list[Moment]:
@@ -215,22 +204,17 @@ class Curve:
     """A logged value over the steps.
 
     Attributes:
-        name: of it.
-        steps: the last of each range.
         means, lowest, highest: of it.
-        ranks: that have logged it.
-        attempt: of the run.
-        odd: steps at which it was no number, the first ones; how many there were is `odd_count`.
     """
 
     name: str
-    steps: list[int]
+    steps: list[int]  # the last of each range
     means: list[float]
     lowest: list[float]
     highest: list[float]
-    ranks: int
-    attempt: int
-    odd: list[int]
+    ranks: int  # that have logged it
+    attempt: int  # of the run
+    odd: list[int]  # steps at which it was no number, the first ones; how many there were is `odd_count`
     odd_count: int
 
 
@@ -278,17 +262,11 @@ def ranges(count: int, most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Course:
-    """How a step's time changes over the run.
+    """How a step's time changes over the run."""
 
-    Attributes:
-        steps: the last of each range.
-        phases: seconds of a step by phase, the mean of the ranks and of the range's steps.
-        slowest: the longest step of each range.
-    """
-
-    steps: list[int]
-    phases: dict[str, list[float]]
-    slowest: list[float]
+    steps: list[int]  # the last of each range
+    phases: dict[str, list[float]]  # seconds of a step by phase, the mean of the ranks and of the range's steps
+    slowest: list[float]  # the longest step of each range
 
 
 def course(table: StepTable) -> Course:

@@ -27,8 +27,6 @@ from samestep.reporting.run_log import Event, RankLog, Run, measured
 from samestep.reporting.steps import WAITS, sound
 from samestep.reporting.timeline import began
 
-__all__: list[str] = []
-
 PHASES, COLLECTIVES, STEPS, PIPELINE, CHECKPOINTS, BUCKETS = 1, 2, 3, 4, 5, 10
 THREADS = {PHASES: "phases", COLLECTIVES: "collectives", STEPS: "steps"}
 OTHERS = {PIPELINE: "pipeline", CHECKPOINTS: "checkpoints"}

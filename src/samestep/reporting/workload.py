@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 from samestep.reporting.run_log import Event, RankLog, measured
 from samestep.reporting.steps import Floats, StepTable, sound
 
-__all__: list[str] = []
-
 FOLLOWS = 0.5  # of the variance of the times is explained by the work
 FEWEST = 10  # steps of which that can be said
 
@@ -33,12 +31,9 @@ class Share:
     """What one rank had.
 
     Attributes:
-        rank: which.
         samples, weight: of a step, in the mean; without samestep's loader the weight is elements, the numbers in its
             batches, and samples are 0.
         least, most: the least and the most weight of a step.
-        epoch: the last.
-        epochs: how many there were.
     """
 
     rank: int
@@ -46,8 +41,8 @@ class Share:
     weight: float
     least: float
     most: float
-    epoch: int
-    epochs: int
+    epoch: int  # the last
+    epochs: int  # how many there were
 
 
 @dataclass(frozen=True)
@@ -55,19 +50,16 @@ class Ledger:
     """The work of all ranks.
 
     Attributes:
-        shares: by rank.
-        unit: what the imbalance is of.
         imbalance: by how much the rank that has most of a step has more than the mean, in the mean of the steps; None
             where not all ranks tell it of the same steps.
         follows: how much of the differences between the ranks' times the work explains, None where nothing differs.
-        cost: seconds of a step that an even division would save.
     """
 
-    shares: tuple[Share, ...]
-    unit: Unit
+    shares: tuple[Share, ...]  # by rank
+    unit: Unit  # what the imbalance is of
     imbalance: float | None
     follows: float | None
-    cost: float
+    cost: float  # seconds of a step that an even division would save
 
 
 def ledger(table: StepTable, logs: Sequence[RankLog]) -> Ledger | None:

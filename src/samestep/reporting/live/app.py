@@ -16,27 +16,18 @@ from samestep.reporting.live.render import Marks, picture, snapshot
 from samestep.reporting.live.terminal import Terminal
 from samestep.reporting.run_log import Run
 
-__all__: list[str] = []
-
 PERIOD = 0.5  # seconds between two looks at a run that goes on; its ranks write as often
 CALM = 2.0  # at one that is over: somebody may start it again
 
 
 @dataclass
 class WatchApp:
-    """A run on a console.
+    """A run on a console."""
 
-    Attributes:
-        run: is read again and again.
-        console: where it is shown.
-        choice: what is shown of it.
-        trouble: why it could not be read the last time; "" where it could.
-    """
-
-    run: Run
-    console: Console
-    choice: ViewState
-    trouble: str = ""
+    run: Run  # is read again and again
+    console: Console  # where it is shown
+    choice: ViewState  # what is shown of it
+    trouble: str = ""  # why it could not be read the last time; "" where it could
     _tail: Tail | None = None
     _shown: Sequence[Text | None] = ()
     _size: tuple[int, int] = (0, 0)

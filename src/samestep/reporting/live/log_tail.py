@@ -20,8 +20,6 @@ from samestep.events import MAX_LINE_BYTES as LONGEST_LINE
 from samestep.events import Reader
 from samestep.reporting.run_log import LOOK, Event, Run, open_run
 
-__all__: list[str] = []
-
 HEAD, LAST = 64 << 10, 256 << 10  # bytes of events
 TAIL = 16 << 10  # bytes of output
 KEPT = 200  # events of a kind that stay in memory; of steps, fewer

@@ -15,8 +15,6 @@ from samestep.reporting.run_log import Event, RankLog, RecentSteps, Run, measure
 from samestep.reporting.status import Happening, RankStatus
 from samestep.text import escape_control, format_duration, format_number, plural
 
-__all__: list[str] = []
-
 Panel = Literal["out", "err", "events"]
 PAGE = 10  # ranks that page up and down move by
 
@@ -47,21 +45,13 @@ class Seen:
 
 @dataclass
 class ViewState:
-    """What somebody has chosen.
+    """What somebody has chosen."""
 
-    Attributes:
-        rank: whose output is shown; None leaves it to the run.
-        panel: which of it, or what has happened instead; None likewise.
-        attempt: of the run; None follows the latest.
-        is_paused: nothing is read meanwhile.
-        is_help: the keys are explained.
-    """
-
-    rank: int | None = None
-    panel: Panel | None = None
-    attempt: int | None = None
-    is_paused: bool = False
-    is_help: bool = False
+    rank: int | None = None  # whose output is shown; None leaves it to the run
+    panel: Panel | None = None  # which of it, or what has happened instead; None likewise
+    attempt: int | None = None  # of the run; None follows the latest
+    is_paused: bool = False  # nothing is read meanwhile
+    is_help: bool = False  # the keys are explained
 
     def shown_attempt(self, run: Run) -> int:
         """Returns the attempt that is seen."""

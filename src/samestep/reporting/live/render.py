@@ -34,8 +34,6 @@ from samestep.reporting.run_log import largest_remainder
 from samestep.reporting.status import Happening, Level
 from samestep.text import escape_control, format_duration, format_elapsed
 
-__all__: list[str] = []
-
 
 class Mark(NamedTuple):
     """How a phase is shown."""

@@ -23,8 +23,6 @@ from typing import Any, Self
 
 from rich.console import Console
 
-__all__: list[str] = []
-
 _KEY = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|O[ -~])|[\xc0-\xff][\x80-\xbf]+|.", re.DOTALL)
 _NAMES = {
     b"\x1b[A": "up",
