@@ -62,6 +62,29 @@ def test_the_new_users_case_more_epochs_another_rate_another_batch_size(tmp_path
     assert len(state.resumed.differences) == 3
 
 
+def test_a_rate_that_counts_for_nothing_is_said_at_every_resume(tmp_path, capsys):
+    script(tmp_path)
+    for epochs in ("3", "4"):
+        capsys.readouterr()
+        script(tmp_path, "--lr", "0.5", "--epochs", epochs)
+        assert "--lr 0.5 given, the saved optimizer state has 0.001 and wins" in capsys.readouterr().err
+
+
+def test_what_a_run_changes_by_itself_is_no_difference(tmp_path, capsys):
+    for _ in range(2):
+        with samestep.world(device="cpu") as world:
+            model = nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+            state = samestep.checkpoint(tmp_path, world, model=model, optimizer=optimizer, schedule=schedule)
+            for loss in (1.0, 2.0, 3.0):
+                schedule.step(loss)
+            state.save()
+    assert state.resumed.differences == ()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(" finished")
+
+
 def test_the_same_command_says_no_more_than_where_it_resumes(tmp_path, capsys):
     script(tmp_path)
     script(tmp_path)

@@ -37,7 +37,7 @@ from samestep.checkpoints.extra_state import EXTRAS
 from samestep.checkpoints.interval import SaveInterval, SaveTimer, parse_interval
 from samestep.checkpoints.manifest import SCHEMA, Manifest
 from samestep.checkpoints.pipeline_state import PipelineState
-from samestep.checkpoints.settings import Resume, differences, settings_of, this_command
+from samestep.checkpoints.settings import Resume, differences, effective, settings_of, this_command
 from samestep.checkpoints.sharded_save import LocalShards
 from samestep.checkpoints.sharding import target_shardings
 from samestep.checkpoints.shutdown import GracefulShutdown
@@ -412,7 +412,9 @@ class Checkpoint:
                 store.run_on_all(partial(one.restore, extra.get(one.key), self._world, self._named))
         counts = ((self.step, "step"), (self.epoch, "epoch"))
         done = ", ".join(f"{count} {what}{'' if count == 1 else 's'}" for count, what in counts)
-        differing = differences(manifest, self._command, self._settings, settings_of(self._named))
+        loaded = settings_of(self._named)
+        differing = differences(manifest, self._command, self._settings, loaded)
+        self._settings = effective(manifest, self._settings, loaded)
         self._say("; ".join([f"resuming from {self.path}/{name}: {done} finished", *differing]))
         return Resume(store.path / name, self.step, self.epoch, tuple(differing))
 

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep._version import __version__
 from samestep.checkpoints.manifest import Manifest
+from samestep.text import escape_control
 
 MASK = "***"
 _SECRET = re.compile(r"key|token|secret|password|passwd|credential", re.IGNORECASE)
@@ -66,7 +67,7 @@ def command_line(words: Sequence[str]) -> list[str]:
 
 def this_command() -> list[str]:
     """Returns the command line of this process, secrets masked."""
-    return command_line(sys.argv)
+    return command_line(getattr(sys, "argv", []))  # an embedded interpreter may have none
 
 
 def settings_of(named: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -106,7 +107,11 @@ def _plain(value: Any) -> Any:
     """A value as JSON has it; None for what is no plain value, or not set."""
     if isinstance(value, Tensor):
         value = value.item() if value.numel() == 1 else None
-    if isinstance(value, list | tuple) and len(value) < 10 and all(isinstance(one, int | float) for one in value):
+    if (
+        isinstance(value, list | tuple)
+        and len(value) < 10
+        and all(isinstance(one, int | float) and math.isfinite(one) for one in value)
+    ):
         return [float(one) if isinstance(one, float) else int(one) for one in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -127,15 +132,15 @@ def differences(
         given: the settings of its objects before they loaded their state.
         loaded: the same after it.
     """
-    options = _changed_options(manifest.command, command)
+    options, now_given = _changed_options(manifest.command, command), _options(command)
     phrases = []
     for name, settings in given.items():
         saved, now = manifest.settings.get(name, {}), loaded.get(name, {})
-        for key in settings:
-            if settings[key] == now.get(key) == saved.get(key, settings[key]):
-                continue
+        for key in (key for key in settings if settings[key] != saved.get(key, settings[key])):
             spellings = (f"--{key.replace('_', '-')}", f"--{key}")
-            option = next((one for one in spellings if options.pop(one, None) is not None), None)
+            option = next((one for one in spellings if one in now_given), None)
+            for one in spellings:
+                options.pop(one, None)
             if now.get(key) != settings[key]:
                 what = f"{option} {_text(settings[key])}" if option else f"{name} {key}={_text(settings[key])}"
                 phrases.append(f"{what} given, the saved {name} state has {_text(now.get(key))} and wins")
@@ -152,7 +157,24 @@ def differences(
         if was != str(version):
             phrases.append(f"{what} {version} was {was}")
     more = len(phrases) - _MOST_PHRASES
-    return phrases if more <= 0 else [*phrases[:_MOST_PHRASES], f"and {more} more differences"]
+    phrases = phrases if more <= 0 else [*phrases[:_MOST_PHRASES], f"and {more} more differences"]
+    return [escape_control(phrase) for phrase in phrases]  # the checkpoint may be a stranger's
+
+
+def effective(
+    manifest: Manifest, given: Mapping[str, Mapping[str, Any]], loaded: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Returns the settings of a resumed run: what the saved state has overridden is as the run that saved was given it.
+
+    So the next resume says again that a learning rate which is given counts for nothing.
+    """
+    return {
+        name: {
+            key: value if loaded.get(name, {}).get(key) == value else manifest.settings.get(name, {}).get(key, value)
+            for key, value in settings.items()
+        }
+        for name, settings in given.items()
+    }
 
 
 def _option_text(option: str, was: str | None, now: str | None) -> str:
