@@ -82,6 +82,7 @@ JOINED = (
     "fake_gpus",
     "files.py",
     "instrument",
+    "launch",
     "machine.py",
     "paths.py",
     "pipelines",

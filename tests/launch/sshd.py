@@ -243,7 +243,7 @@ class Talk:
             data = os.read(key.fd, 65536)
             held += data
             *lines, held[:] = held.split(b"\n") if data else [*held.split(b"\n"), b""]
-            self.said[stream] += [one.hear(bytes(line)) for line in lines if line or data]
+            self.said[stream] += [one.parse_line(bytes(line)) for line in lines if line or data]
             if not data:
                 self.selector.unregister(key.fileobj)
 

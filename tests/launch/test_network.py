@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from dataclasses import asdict
 
 import pytest
 
 from samestep.errors import UsageError
 from samestep.launch.hosts.host_info import HostInfo, digest, inspect_host
 from samestep.launch.hosts.network import ProbeServer, ProbeTarget, addresses, interface_named, probe, route_to
+from samestep.schema import from_json
 
 HERE = "127.0.0.1"
 
@@ -82,7 +84,7 @@ def test_two_hosts_that_probe_each_other_answer_meanwhile():
 
 def test_facts_travel_with_the_names_of_networks():
     facts = inspect_host(__file__, is_module=False)
-    told = HostInfo.from_json(json.loads(json.dumps(facts.as_json())))
+    told = from_json(HostInfo, json.loads(json.dumps(asdict(facts))))
     assert told == facts
     assert told.address_on(addresses()[-1].name) == HERE
     assert told.address_on("eth99") is None

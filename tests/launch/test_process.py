@@ -67,11 +67,11 @@ def test_what_a_rank_left_to_another_user_does_not_end_the_launcher(folder):
 
 NAMES = """
 import os, subprocess, sys
-from samestep.launch.process import adopt_orphans, children, end_orphans
-adopt_orphans()
+from samestep.launch.process import become_subreaper, children, kill_orphans
+become_subreaper()
 other = subprocess.Popen(["sleep", "600"], user=65534, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 own = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-print(*end_orphans(), sep="\\n")
+print(*kill_orphans(), sep="\\n")
 print(children(os.getpid()) == [other.pid], other.pid)
 """
 

@@ -168,7 +168,7 @@ def test_nothing_is_left_when_the_caller_is_killed(via, server):
         started = start(plan({via!r}, {CLUSTER}, {WAITS}, {server.ssh_args!r}), "hello")
         for one in started:
             for host in one.start.hosts:
-                print(one.hear(one.process.stdout.readline()).text.split()[0], one.process.pid, flush=True)
+                print(one.parse_line(one.process.stdout.readline()).text.split()[0], one.process.pid, flush=True)
         sys.stdin.read()
     """)
     pipe = subprocess.PIPE

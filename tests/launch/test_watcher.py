@@ -155,7 +155,7 @@ def test_a_script_that_makes_its_own_group_is_watched_from_when_it_joins_the_wor
 
 def test_one_watcher_serves_a_host(start_by_hand):
     """Each rank looks at the processes that it has started itself."""
-    listed = "subprocess.getoutput(f'pgrep -f [l]aunch.watcher -P {os.getpid()}')"
+    listed = "subprocess.getoutput(f'pgrep -f [m]onitor.watcher -P {os.getpid()}')"
     count = f"pass\n    import subprocess\n    os.write(1, b'watcher\\n' * len({listed}.split()))"
     out, err, codes = start_by_hand(2, count)
     assert (codes, out.count("watcher")) == ([0, 0], 1), err
@@ -184,7 +184,9 @@ def test_a_rank_that_cannot_notice_is_ended_with_the_others(start_by_hand):
 
 def test_ranks_that_their_launcher_has_ended_all_at_once_are_not_blamed_one_by_one():
     silent = [failure(rank, exception="Exit", message=SILENT) for rank in range(2)]
-    (line,) = last_lines(RunResult(exit_code=1, size=2, blamed=silent[0], alike=(0, 1), failures=tuple(silent)), 2, "b")
+    (line,) = last_lines(
+        RunResult(exit_code=1, size=2, root_cause=silent[0], same_failure=(0, 1), failures=tuple(silent)), 2, "b"
+    )
     assert line.startswith("samestep: error: ranks 0-1 on host b ended without a word, all at once")
 
 
@@ -194,7 +196,7 @@ def failure(rank, **other):
 
 
 def verdict(*failures):
-    return RunResult(exit_code=1, size=2, blamed=failures[0], failures=failures)
+    return RunResult(exit_code=1, size=2, root_cause=failures[0], failures=failures)
 
 
 def test_a_host_that_only_lost_a_peer_points_to_the_others():
@@ -224,8 +226,9 @@ def test_a_rank_whose_interpreter_ends_is_not_asked_for_its_stacks(leaving):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     handle = os.pidfd_open(child.pid)
     with rank, watcher, child:
-        one = ForeignRank(0, child.pid, handle, RankPipe(watcher), stacks=-1, record=-1, leaving=leaving)
-        WatchedRanks(Loop(), [one]).order("ask", [0])
+        one = ForeignRank(0, child.pid, handle, RankPipe(watcher), stacks=-1, record=-1)
+        one.leaving = leaving
+        WatchedRanks(Loop(), [one]).command("dump_stacks", [0])
         child.communicate(b"\n")
     os.close(handle)
     assert child.returncode == (0 if leaving else -STACKS_SIGNAL)  # without faulthandler the signal ends a process

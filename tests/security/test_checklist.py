@@ -1,5 +1,5 @@
 """What the security page promises, one test a promise; those of the control connection and of checkpoints lie in
-tests/launch/test_wire.py, tests/launch/test_transport.py and tests/checkpoints/test_hostile.py."""
+tests/launch/test_secure_link.py, tests/launch/test_transport.py and tests/checkpoints/test_hostile.py."""
 
 from __future__ import annotations
 

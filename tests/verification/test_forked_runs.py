@@ -23,8 +23,8 @@ UNWATCHED = """
 
     def import_all():
         import torch.distributed.fsdp, torch.utils.data, torch._dynamo
-        from samestep.launch.start.fork import warm
-        assert warm("import samestep", pathlib.Path(os.devnull)) is None
+        from samestep.launch.start.fork import preimport
+        assert preimport("import samestep", pathlib.Path(os.devnull)) is None
 
     def written_by_us(value):
         ours = ("samestep.instrument", "samestep.launch")

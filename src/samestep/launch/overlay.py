@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__: list[str] = []
+from samestep.launch.cpus import unescape
 
 VARIABLE = "SAMESTEP_OVERLAY"  # of `samestep run`: {"folders": […], "store": folder}
 RESULT = "overlay.txt"  # in the store: why it is not private, or empty
@@ -37,10 +37,10 @@ def apply(options: str) -> None:
     Args:
         options: JSON, as in `SAMESTEP_OVERLAY`.
     """
-    told = json.loads(options)
-    store = Path(told["store"])
+    given = json.loads(options)
+    store = Path(given["store"])
     store.mkdir(parents=True, exist_ok=True)
-    folders = [Path(folder) for folder in told["folders"]]
+    folders = [Path(folder) for folder in given["folders"]]
     result = store / RESULT
     if (child := os.fork()) == 0:  # a try: a process that is half way into a namespace cannot leave it
         try:
@@ -119,19 +119,8 @@ def _kept_mounts(folder: Path) -> Iterator[None]:
 def _mounted_below(folder: Path) -> list[Path]:
     """Returns the topmost mount points below a folder."""
     lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    points = {Path(_unescaped(line.split()[4])) for line in lines}
+    points = {Path(unescape(line.split()[4])) for line in lines}
     return _outermost([point for point in points if point != folder and point.is_relative_to(folder)])
-
-
-def _unescaped(point: str) -> str:
-    r"""Returns a path of mountinfo, in which spaces and the like are octal.
-
-    >>> _unescaped(r"/my\040data")
-    '/my data'
-    """
-    for code in (0o40, 0o11, 0o12, 0o134):
-        point = point.replace(f"\\{code:03o}", chr(code))
-    return point
 
 
 def _mount_overlay(folder: Path, options: str) -> None:

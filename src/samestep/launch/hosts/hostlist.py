@@ -27,7 +27,7 @@ MOST_HOSTS = 65_536  # what Slurm allows in one cluster
 DIGITS = 18  # of a number in a range; the longest job ids of batch systems have fewer
 SHOWN = 40  # characters of a long text that an error repeats
 
-_LETTERS = re.compile(r"[A-Za-z0-9_.-]+")
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _PART = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _SLOTS = re.compile(r"slots\s*=\s*([^\s=]+)")
 _COMMA = re.compile(r",(?![^\[]*\])")  # in no bracket
@@ -122,7 +122,7 @@ def _item(item: str, room: int) -> Iterator[HostSlots]:
             "IPv6 addresses are not taken here; give the host a name in ~/.ssh/config or /etc/hosts and use that"
         )
     user, at, rest = item.rpartition("@")
-    if at and (not _LETTERS.fullmatch(user) or user.startswith("-")):
+    if at and (not _NAME.fullmatch(user) or user.startswith("-")):
         raise ValueError(f"{user!r} is no user name")
     name, colon, number = rest.partition(":")
     slots = _slot_count(number) if colon else None
@@ -153,7 +153,7 @@ def _names(name: str, room: int) -> Iterator[str]:
             choices.append([f"{number:0{width}d}" for numbers, width in ranges for number in numbers])
         else:
             for character in piece:
-                if not _LETTERS.fullmatch(character):
+                if not _NAME.fullmatch(character):
                     allowed = "use letters, digits, dots, dashes and underscores"
                     raise ValueError(f"{character!r} cannot stand in a host name; {allowed}")
             choices.append([piece])

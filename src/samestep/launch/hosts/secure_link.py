@@ -305,7 +305,7 @@ def _has_left(stream: socket.socket) -> bool:
 
 
 def _is_hex(token: str) -> bool:
-    return len(token) == 2 * MAC and all(letter in "0123456789abcdef" for letter in token)
+    return len(token) == 2 * MAC and all(digit in "0123456789abcdef" for digit in token)
 
 
 def connect(

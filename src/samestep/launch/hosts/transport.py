@@ -353,10 +353,10 @@ def _source() -> str:
     from importlib.metadata import PackageNotFoundError, distribution  # 12 ms, and hardly ever needed
 
     try:
-        told = distribution("samestep").read_text("direct_url.json")
+        origin = distribution("samestep").read_text("direct_url.json")
     except PackageNotFoundError:
         return str(Path(__file__).parents[4])  # run from its repository
-    return f"samestep=={__version__}" if told is None else str(json.loads(told)["url"]).removeprefix("file://")
+    return f"samestep=={__version__}" if origin is None else str(json.loads(origin)["url"]).removeprefix("file://")
 
 
 def _explain_code(code: int | None, transport: str, words: dict[str, str]) -> str:

@@ -136,12 +136,12 @@ def _slowest(spent: Mapping[int, _Spent]) -> tuple[int, str, float, float] | Non
         for rank, each in spent.items():
             mine, others = each.median[what], _median_without(times, each.median[what])
             further = worst is None or mine - others > worst[2] - worst[3]
-            if further and _stands_out(mine, others, each.median["whole"]):
+            if further and _exceeds(mine, others, each.median["whole"]):
                 worst = rank, what, mine, others
     return worst
 
 
-def _stands_out(mine: float, others: float, whole: float) -> bool:
+def _exceeds(mine: float, others: float, whole: float) -> bool:
     return mine > FACTOR * others and mine - others > SHARE * whole
 
 
@@ -154,7 +154,7 @@ def _median_without(ordered: Sequence[float], one: float) -> float:
 
 def _is_clear(rank: int, what: str, _: float, others: float, spent: Mapping[int, _Spent]) -> bool:
     samples = spent[rank].samples
-    out = [_stands_out(mine, others, whole) for mine, whole in zip(samples[what], samples["whole"], strict=True)]
+    out = [_exceeds(mine, others, whole) for mine, whole in zip(samples[what], samples["whole"], strict=True)]
     return any(len(out) >= last and sum(out[-last:]) >= many for many, last in CLEAR)
 
 

@@ -75,7 +75,7 @@ class Watchdog:
         self._hosts: dict[int, str] = {}
         self._steps: dict[int, int] = {}  # that each rank has finished
         self._stragglers = Stragglers()
-        self._asked = -ASK_AGAIN_S  # when the flight recorders were, while all ranks compute
+        self._requested = -ASK_AGAIN_S  # when the flight recorders were, while all ranks compute
         self._since: float | None = None  # when the last rank progressed, once a hang is being examined
         self._report: Alarm | None = None  # when it is reported
         self._reported = False
@@ -153,9 +153,9 @@ class Watchdog:
             return
         if not is_doubtful(list(known.values()), self._least):
             self._collectives.clear()
-            self._asked = -ASK_AGAIN_S
-        elif time.monotonic() - self._asked >= ASK_AGAIN_S:
-            self._asked = time.monotonic()
+            self._requested = -ASK_AGAIN_S
+        elif time.monotonic() - self._requested >= ASK_AGAIN_S:
+            self._requested = time.monotonic()
             self._command("flight", list(known))
 
     def _tell(self, kind: str, ranks: Sequence[int], text: str) -> None:

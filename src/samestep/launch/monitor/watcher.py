@@ -38,7 +38,7 @@ from samestep.text import rank_list
 LONGEST = 64  # bytes in which a rank says its number
 CONNECT_S = 30.0  # for all ranks of the host to connect
 SILENT = "it ended without a word: by a signal, or by os._exit"
-ASKED_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}  # somebody has ended the run: nothing to explain
+EXTERNAL_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}  # somebody has ended the run: nothing to explain
 
 
 class ForeignRank(RankProcess):
@@ -171,7 +171,7 @@ def last_lines(result: RunResult, size: int, host: str) -> list[str]:
         host: this one.
     """
     cause = result.root_cause
-    if cause is None or cause.signal in ASKED_TO_END or cause.exception == "KeyboardInterrupt":
+    if cause is None or cause.signal in EXTERNAL_SIGNALS or cause.exception == "KeyboardInterrupt":
         return []
     if len(result.same_failure) == result.size > 1 and cause.message == SILENT:
         ended = f"{rank_list(result.same_failure)} on host {host} ended without a word, all at once"

@@ -174,7 +174,7 @@ class Console:
 
     def __init__(self, logs: Sequence[Path], drawn: Collection[str]) -> None:
         self._writers = open_writers()
-        self._told_of_reader = False
+        self._reported_reader = False
         self._mergers = {
             stream: LineMerger(len(logs), MERGE_WINDOW_S if stream == "err" or is_terminal(writer.descriptor) else 0.0)
             for stream, writer in self._writers.items()
@@ -220,8 +220,10 @@ class Console:
             if lines:
                 self._writers[stream].show_line(b"\n".join(lines))
             self._writers[stream].flush()
-        if self._writers["out"].gone and not self._told_of_reader:  # a training goes on, and its user may not expect so
-            self._told_of_reader = True
+        if (
+            self._writers["out"].gone and not self._reported_reader
+        ):  # a training goes on, and its user may not expect so
+            self._reported_reader = True
             self.tell(f"note: nobody reads standard output any more; the run goes on, its output is in {self.logs}")
         due = [due - now for merger in self._mergers.values() if (due := merger.due()) is not None]
         if self.backlog:

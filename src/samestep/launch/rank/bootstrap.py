@@ -64,8 +64,8 @@ class RankTask:
     calls: int | None = None
 
     def command(self) -> list[str]:
-        told = asdict(replace(self, program=()))
-        fields = {name: value for name, value in told.items() if value not in (None, False, ())}
+        all_fields = asdict(replace(self, program=()))
+        fields = {name: value for name, value in all_fields.items() if value not in (None, False, ())}
         words = (str(os.getpid()), json.dumps(fields), *self.program)
         return interpreter_command("samestep.launch.rank.bootstrap", *words)
 

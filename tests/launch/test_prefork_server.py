@@ -103,7 +103,7 @@ class NoForks:
     def __init__(self, variables):
         pass
 
-    def objection(self):
+    def why_unavailable(self):
         return "importing torch has started threads"
 
     def has_ended(self):
@@ -127,7 +127,7 @@ def test_where_nothing_can_be_forked_a_set_of_ranks_is_given_no_process_to_fork_
     given = []
     pool = SimpleNamespace(call=lambda *_, **__: [1], close=lambda: None)
     monkeypatch.setattr(testing, "PreforkServer", NoForks)
-    monkeypatch.setattr(testing, "RankPool", lambda size, **options: given.append((size, options["nursery"])) or pool)
+    monkeypatch.setattr(testing, "RankPool", lambda size, **options: given.append((size, options["server"])) or pool)
     run = RankSet(1)
     assert run(place) == [1]
     run.close()
