@@ -270,7 +270,7 @@ def plan_pipeline(
                         costs=costs,
                         timeline=simulate(order, costs),
                         bound=partition.bound,
-                        example_inputs=examples if chain.digest else (),
+                        example_inputs=tuple(each.clone() for each in examples) if chain.digest else (),
                         digest=chain.digest,
                         sizes=sizes,
                         devices=devices,

@@ -77,8 +77,7 @@ class P2PChannel:
         self._sending: list[tuple[Any, Tensor]] = []
 
     def begin_step(self, sends: int, receives: int) -> None:  # noqa: ARG002
-        self._posted.clear()
-        self._sending.clear()
+        self._posted.clear()  # what a failed step has sent stays referenced until this one ends
 
     def cancel_step(self) -> None:
         pass
