@@ -217,6 +217,16 @@ def test_another_model_than_the_one_that_was_planned_for_is_refused():
                 samestep.pipeline(other, world, plan)
 
 
+def test_a_model_may_be_cast_after_it_was_planned_for():
+    """As samestep verify does, to compare in float64."""
+    model, inputs, _ = made("residuals")
+    batch = (*inputs, torch.linspace(1, 2, len(inputs[0])))
+    plan = samestep.plan_pipeline(model, batch, loss_of, stages=2, micro_batches=1, repeats=1)
+    with samestep.world(device="cpu") as world:
+        stage = samestep.pipeline(model.double(), world, plan, devices=["cpu", "cpu"])
+        assert stage(*(each.double() for each in inputs)).dtype == torch.float64
+
+
 def test_layers_that_are_other_than_the_model_are_found():
     model, inputs, _ = made("convolutions")
     layers = build_chain(model, inputs).layers

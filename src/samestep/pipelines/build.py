@@ -148,8 +148,9 @@ def pipeline(
         raise UsageError("loss_fn, schedule and weight are the plan's: give them to plan_pipeline, or no plan")
     count = _micro_batches(plan, micro_batches, split_size)
     own = [plan.ends, plan.stages_per_rank, plan.schedule, plan.samples, plan.micro_batches, asdict(plan.costs)]
-    ends, per_rank, name, samples, planned, costs, digest, warning, count, split_size = broadcast_json(
-        world.everyone, [*own, plan.digest, plan.loss_warning, count, split_size]
+    own += [plan.digest, plan.splits, plan.loss_warning, count, split_size]
+    ends, per_rank, name, samples, planned, costs, digest, splits, warning, count, split_size = broadcast_json(
+        world.everyone, own
     )
     everyone = world.everyone
     examples = broadcast_tensors(everyone, 0, plan.example_inputs, torch.device("cpu"), everyone.control)
@@ -174,6 +175,7 @@ def pipeline(
         prediction=prediction,
         example_inputs=examples,
         digest=digest,
+        splits=splits,
         split_size=split_size,
         devices=devices,
         codec=codec,

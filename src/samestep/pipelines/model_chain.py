@@ -48,7 +48,8 @@ class LayerChain:
         model: whose they are.
         layers: in their order.
         obstacles: to more layers, in words.
-        digest: of the operations and splits of a traced model; empty for others.
+        digest: of the operations of a traced model; empty for others.
+        splits: where a traced model was split.
         constants: tensors that a traced forward creates, by name.
     """
 
@@ -56,6 +57,7 @@ class LayerChain:
     layers: Sequence[ChainLayer]
     obstacles: Sequence[str] = ()
     digest: str = ""
+    splits: Sequence[int] = ()
     constants: Mapping[str, Tensor] = field(default_factory=dict)
 
     def extract_stage(self, begin: int, end: int) -> tuple[nn.Module, list[Call]]:
@@ -65,12 +67,13 @@ class LayerChain:
         return home, [partial(layer.run, home) for layer in own]
 
 
-def build_chain(model: nn.Module, sample: Sequence[Any] | None = None) -> LayerChain:
+def build_chain(model: nn.Module, sample: Sequence[Any] | None = None, splits: Sequence[int] = ()) -> LayerChain:
     """Returns a model as a chain of layers.
 
     Args:
         model: an nn.Sequential, an nn.ModuleList of modules by hand, or any whose forward can be traced.
         sample: inputs of some samples, to trace it with.
+        splits: where another rank has split the same model.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 1)))
@@ -85,8 +88,8 @@ def build_chain(model: nn.Module, sample: Sequence[Any] | None = None) -> LayerC
     elif sample is None:
         raise ModelError(f"{type(model).__name__} is no nn.Sequential: samestep.plan_pipeline cuts it, with a sample")
     else:
-        split = SplitForward(model, sample)
-        chain = LayerChain(model, split.layers, split.obstacles, split.digest, split.constants)
+        split = SplitForward(model, sample, splits)
+        chain = LayerChain(model, split.layers, split.obstacles, split.digest, split.ends, split.constants)
     for layer in chain.layers:
         norm = next((inner for inner in layer.modules() if isinstance(inner, _BatchNorm)), None)
         if norm is not None:

@@ -93,6 +93,7 @@ class Pipeline(nn.Module):
         prediction: what the plan was made with, for the report.
         example_inputs: with which the forward of a model that is no nn.Sequential is traced.
         digest: of the forward where the plan was made.
+        splits: where it was split into layers.
         codec: by which gradients travel between replicas; None as they are.
         devices: by stage, that this process computes on; one stage on the world's device if None. Or how many of its
             own this process has.
@@ -125,6 +126,7 @@ class Pipeline(nn.Module):
         prediction: Prediction | None = None,
         example_inputs: Sequence[Tensor] = (),
         digest: str = "",
+        splits: Sequence[int] = (),
         split_size: int | None = None,
         devices: DevicesArg = None,
         codec: Codec | None = None,
@@ -137,7 +139,7 @@ class Pipeline(nn.Module):
         if devices is not None and self._holds_all:
             check_number(len(own_devices), len(ends), schedule)
         ranks = len(own_devices) if self._holds_all else axis.size
-        chain = _chain_as_planned(model, example_inputs, digest)
+        chain = _chain_as_planned(model, example_inputs, digest, splits)
         ranges = stage_ranges(chain.layers, ends, ranks, copied=find_tied(model, chain.layers))
         self.full_model = FullModel.of(model)
         tied_weights = untie(model, chain.layers)
@@ -415,9 +417,13 @@ class Pipeline(nn.Module):
             yield from part.named_buffers(*args, **kwargs)
 
 
-def _chain_as_planned(model: nn.Module, example_inputs: Sequence[Tensor], digest: str) -> LayerChain:
-    device = next((each.device for each in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    chain = build_chain(model, [each.to(device) for each in example_inputs] or None)
+def _chain_as_planned(
+    model: nn.Module, example_inputs: Sequence[Tensor], digest: str, splits: Sequence[int]
+) -> LayerChain:
+    like = next((each for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()), torch.ones(()))
+    # of the model's type, too: it may have been cast since it was planned for
+    inputs = [each.to(like if each.is_floating_point() else like.device) for each in example_inputs]
+    chain = build_chain(model, inputs or None, splits)
     if digest and chain.digest != digest:
         raise ModelError(
             f"{type(model).__name__}'s forward is not what it was where the plan was made: all ranks must have one "

@@ -62,6 +62,7 @@ class PipelinePlan:
         bound: seconds that no cut undercuts with this schedule, and as many stages.
         example_inputs: with which the forward is traced, if the model is no nn.Sequential and no list of modules.
         digest: of the traced forward.
+        splits: where it was split into layers.
         sizes: samples of a micro-batch -> the layers, as measured.
         tried: micro-batches -> seconds of the best step with so many.
         devices: by rank.
@@ -83,6 +84,7 @@ class PipelinePlan:
     bound: float
     example_inputs: tuple[Tensor, ...] = field(default=(), repr=False)
     digest: str = field(default="", repr=False)
+    splits: Sequence[int] = field(default=(), repr=False)
     sizes: Mapping[int, Sequence[Layer]] = field(default_factory=dict, repr=False)
     tried: Mapping[int, float] = field(default_factory=dict, repr=False)
     devices: Sequence[Device] = field(default=(), repr=False)
@@ -272,6 +274,7 @@ def plan_pipeline(
                         bound=partition.bound,
                         example_inputs=tuple(each.clone() for each in examples) if chain.digest else (),
                         digest=chain.digest,
+                        splits=chain.splits,
                         sizes=sizes,
                         devices=devices,
                         link=problem.link,

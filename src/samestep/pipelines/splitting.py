@@ -5,8 +5,8 @@
     live                                 │ relu and size                     │ view
 
 A split is put where the live values have the fewest bytes, so what follows a weight stays with it. Numbers that are
-live (a size, say) travel as tensors and are numbers again after it. The splits depend on the sample, so all ranks trace
-the same one.
+live (a size, say) travel as tensors and are numbers again after it. The splits depend on the sample, so a plan keeps
+them.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ _TOLERANCE = 1e-5  # of a norm, on devices that add in another order each time
 
 
 class SplitForward:
-    """The layers of an ordinary model.
+    """The layers of an ordinary model, split at `ends` if they are given.
 
     Attributes:
         layers: called one after another, they are the model.
         obstacles: why there are not more of them, in words.
-        digest: of the operations and splits: equal on ranks that have split one model in one way.
+        ends: by layer, the operation behind its last.
+        digest: of the operations: equal on ranks that have one model.
         constants: tensors that the forward creates, by name.
 
     Raises:
         ModelError: its forward cannot be followed, or does something else in evaluation than in training.
     """
 
-    def __init__(self, model: nn.Module, sample: Sequence[Any]) -> None:
+    def __init__(self, model: nn.Module, sample: Sequence[Any], ends: Sequence[int] = ()) -> None:
         training, evaluation = _trace_both_modes(model, sample)
         nodes = [list(one.graph.nodes) for one in (training, evaluation)]
         _check_same_operations(model, *nodes)
         self.constants = training.constants | evaluation.constants
-        ends, numbers, self.obstacles = _split_places(nodes[0], training.values, model)
-        text = "\n".join([*map(_describe_node, nodes[0]), str(ends)])
-        self.digest = hashlib.sha256(text.encode()).hexdigest()
+        self.digest = hashlib.sha256("\n".join(map(_describe_node, nodes[0])).encode()).hexdigest()
+        self.ends, self.obstacles = (list(ends), []) if ends else _split_places(nodes[0], training.values, model)
+        numbers = _live_numbers(nodes[0], training.values, self.ends)
         self.layers: list[ChainLayer] = []
         names: set[str] = set()
-        for begin, end in pairwise([len(sample), *ends]):
+        for begin, end in pairwise([len(sample), *self.ends]):
             own = nodes[0][begin:end]
             first = next((name for node in own if (name := _weight_of(node, model))), "forward")
             name = next(name for name in _names(first) if name not in names)
@@ -103,13 +104,10 @@ def _check_same_operations(model: nn.Module, training: list[fx.Node], evaluation
         raise ModelError(f"{type(model).__name__} does more or less in evaluation than in training: it cannot be cut")
 
 
-def _split_places(
-    nodes: list[fx.Node], values: Mapping[str, Any], model: nn.Module
-) -> tuple[list[int], dict[int, str], list[str]]:
-    """Returns where layers end, which live operations there give numbers, and where no split was possible."""
+def _split_places(nodes: list[fx.Node], values: Mapping[str, Any], model: nn.Module) -> tuple[list[int], list[str]]:
+    """Returns where layers end, and where no split was possible."""
     heavy = [place for place, node in enumerate(nodes) if _weight_of(node, model)]
     ends: list[int] = []
-    numbers: dict[int, str] = {}
     obstacles: list[str] = []
     for first, second in pairwise(heavy):
         live = {end: _live_values(nodes, end) for end in range(first + 1, second + 1)}
@@ -121,11 +119,14 @@ def _split_places(
             continue
         end = min(possible, key=lambda end: (sum(_nbytes(values[nodes[place].name]) for place in live[end]), -end))
         ends.append(end)
-        for place in live[end]:
-            value = values[nodes[place].name]
-            if not isinstance(value, Tensor):
-                numbers[place] = _NUMBERS[type(value)]
-    return [*ends, len(nodes) - 1], numbers, obstacles
+    return [*ends, len(nodes) - 1], obstacles
+
+
+def _live_numbers(nodes: list[fx.Node], values: Mapping[str, Any], ends: Sequence[int]) -> dict[int, str]:
+    """Returns which operations that are live at a split give numbers, and of which kind."""
+    live = {place for end in ends[:-1] for place in _live_values(nodes, end)}
+    kinds = {place: type(values[nodes[place].name]) for place in live}
+    return {place: _NUMBERS[kind] for place, kind in kinds.items() if kind in _NUMBERS}
 
 
 def _weight_of(node: fx.Node, model: nn.Module) -> str | None:
