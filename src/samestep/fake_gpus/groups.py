@@ -324,7 +324,7 @@ def alltoall_(outputs: Any, inputs: Any, group: Any, async_op: bool = True, time
 
 @_collective
 def barrier(tensor: Any, group: Any, device_ids: Any, async_op: bool = True, timeout: int = -1) -> Any:
-    own = _Group(group, [tensor], timeout)
+    own = _Group(group, [tensor], timeout, pair=True)  # before other collectives NCCL takes GPU rank % count for it
     return own.issued([own.backend.barrier(own.options(c10d.BarrierOptions))], [])
 
 
