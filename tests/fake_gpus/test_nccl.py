@@ -89,6 +89,7 @@ def test_a_cpu_tensor_in_a_collective_of_nccl_is_refused(two_ranks: Callable) ->
 def _one_gpu():
     with nccl():
         torch.cuda.set_device(0)  # what a script does that forgets its local rank
+        dist.barrier()  # takes a GPU by the rank
         with pytest.raises(
             dist.DistBackendError, match="Duplicate GPU detected : rank . and rank . both on CUDA device 0"
         ):
