@@ -21,14 +21,14 @@ PROGRAMS = {
     *("mpiexec", "mv", "nvidia-smi", "prlimit", "ps", "python", "samestep", "sinfo", "ss", "ssh", "sysctl", "taskset"),
     *("scontrol", "sh", "timedatectl", "top", "tracepath", "ulimit", "unset", "apt-get", "chmod", "ibstat"),
 }
-LINK = {"latency_s": 1e-4, "bytes_per_s": 1e7, "ahead_s": 0.001}
+LINK = {"latency_s": 1e-4, "bytes_per_s": 1e7, "offset_s": 0.001}
 ODD = {
     "hosts": ["a", "b c", "d"],
     "addresses": ["10.0.0.1", "10.0.0.2", "10.0.0.3"],
     "unknown": [[1, 2], [], []],
     "pairs": [
         {"first": 0, "second": 1, **LINK},
-        {"first": 0, "second": 2, **LINK, "bytes_per_s": 1e5, "ahead_s": 90.0},
+        {"first": 0, "second": 2, **LINK, "bytes_per_s": 1e5, "offset_s": 90.0},
         {"first": 1, "second": 2, **LINK, "latency_s": 1.0},
     ],
     "folder": "/work of mine",

@@ -123,7 +123,7 @@ def test_adapters_that_are_down_are_named(tmp_path):
 def found(**changes):
     """Three hosts, alike, with a folder that all see."""
     pairs = [(0, 1), (0, 2), (1, 2)]
-    usual = {"latency_s": 1e-4, "bytes_per_s": 1e9, "ahead_s": 0.001}
+    usual = {"latency_s": 1e-4, "bytes_per_s": 1e9, "offset_s": 0.001}
     known = [{"first": a, "second": b, **usual} for a, b in pairs]
     shared = {"see": [0, 1, 2], "get": []}
     addresses = ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
@@ -141,7 +141,7 @@ def test_hosts_alike_are_fine():
 
 def test_a_slow_link_a_wrong_clock_and_a_folder_of_ones_own_are_named():
     odd = found(shared={"see": [0, 1], "get": []})
-    odd["pairs"][1] |= {"bytes_per_s": 1e8, "ahead_s": -30.0}
+    odd["pairs"][1] |= {"bytes_per_s": 1e8, "offset_s": -30.0}
     odd["pairs"][2] |= {"latency_s": 0.02}
     lines = {line.check: line for line in judge(odd)}
     texts = [line.text for line in judge(odd) if line.check == "link"]

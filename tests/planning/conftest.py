@@ -34,6 +34,6 @@ def measure(nursery: PreforkServer, tmp_path: Path) -> Measure:
     def measured(source: str, *args: str, steps: int = 5) -> Profile:
         path = tmp_path / "train.py"
         path.write_text(textwrap.dedent(source), encoding="utf-8")
-        return profile_script(path, args, steps=steps, nursery=nursery)
+        return profile_script(path, args, steps=steps, fork_server=nursery)
 
     return measured

@@ -349,7 +349,9 @@ def test_a_module_is_run_as_python_does_and_progress_is_told(
     (tmp_path / "package" / "train.py").write_text(textwrap.dedent(MLP), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
-    profile = profile_script("package.train", ["1000"], is_module=True, steps=3, nursery=nursery, progress=said.append)
+    profile = profile_script(
+        "package.train", ["1000"], is_module=True, steps=3, fork_server=nursery, progress=said.append
+    )
     assert (profile.script, profile.steps) == ("-m package.train 1000", 3)
     assert said[0] == "starting package.train"
 
@@ -363,7 +365,7 @@ def test_the_command_profiles_a_module_for_as_many_steps_as_asked_for_and_keeps_
         '[nodes]\ncount = 2\n[links]\nbetween = { latency = "5 us", bandwidth = "10 GB/s" }', encoding="utf-8"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(profiling, "profile_script", partial(profile_script, nursery=nursery))
+    monkeypatch.setattr(profiling, "profile_script", partial(profile_script, fork_server=nursery))
     words = ["--cluster", "cluster.toml", "--steps", "4", "--save-profile", "kept.json", "-m", "package.train", "1000"]
     assert main(["plan", *words]) == 0
     kept = load(tmp_path / "kept.json")

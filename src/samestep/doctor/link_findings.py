@@ -90,7 +90,7 @@ def _pair(hosts: Sequence[str], pair: dict[str, Any]) -> str:
 
 def _clocks(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     """Clocks are compared with the first host's."""
-    offsets = {pair["second"]: pair["ahead_s"] for pair in pairs if pair["first"] == 0}
+    offsets = {pair["second"]: pair["offset_s"] for pair in pairs if pair["first"] == 0}
     far = {rank: skew for rank, skew in offsets.items() if abs(skew) > SKEW}
     for rank, skew in far.items():
         way = "ahead of" if skew > 0 else "behind"

@@ -50,7 +50,7 @@ class Pair:
     second: int
     latency_s: float
     bytes_per_s: float
-    ahead_s: float  # by how much the second's clock is ahead
+    offset_s: float  # by how much the second's clock is ahead
 
 
 def main() -> None:

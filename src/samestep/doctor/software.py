@@ -99,10 +99,10 @@ def torch(version_text: str | None, gpus: int, cuda: tuple[int, ...] | None = No
     return ok("torch", f"{version_text}, {'for CUDA ' + '.'.join(map(str, cuda)) if cuda[0] else 'without CUDA'}")
 
 
-def said_by(command: Sequence[str], patience: float = SLOWEST) -> tuple[int, str]:
+def said_by(command: Sequence[str], timeout: float = SLOWEST) -> tuple[int, str]:
     """Returns what a program ends with and what it says; -1 where there is none, or it does not end."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False, errors="replace")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, errors="replace")
     except (OSError, subprocess.TimeoutExpired) as error:
         return -1, str(error)
     return done.returncode, (done.stdout + done.stderr).strip()
@@ -194,9 +194,9 @@ def _launchers() -> Iterator[Finding]:
         yield ok("not here", f"{', '.join(missing)}: more ways to start ranks, of which none is needed")
 
 
-def slurm(asked: tuple[int, str], *, configured: bool, release: str = "installed") -> Finding:
+def slurm(answer: tuple[int, str], *, configured: bool, release: str = "installed") -> Finding:
     """Judges what sinfo says of the nodes, and of its own release."""
-    code, said = asked
+    code, said = answer
     if code != 0 and not configured:
         return ok("Slurm", f"{release}, not configured: there is no {SLURM}")
     if code != 0:
@@ -235,11 +235,11 @@ def check_versions() -> Iterator[Finding]:
 
 def packages(of: Installed) -> Iterator[Finding]:
     """Yields pairs of Python packages."""
-    board, tools, torch = of("tensorboard"), of("setuptools"), of("torch")
-    if board and tools and numbers(board)[:2] <= TENSORBOARDS_LAST and numbers(tools) >= SETUPTOOLS_FIRST:
+    tensorboard, tools, torch = of("tensorboard"), of("setuptools"), of("torch")
+    if tensorboard and tools and numbers(tensorboard)[:2] <= TENSORBOARDS_LAST and numbers(tools) >= SETUPTOOLS_FIRST:
         effect = "tensorboard ends with: No module named 'pkg_resources'"
         fix = pip("setuptools<82", "tensorboard")
-        yield Finding(VERSIONS, "warning", f"tensorboard {board} beside setuptools {tools}", effect, fix)
+        yield Finding(VERSIONS, "warning", f"tensorboard {tensorboard} beside setuptools {tools}", effect, fix)
     for name in ("torchvision", "torchaudio"):
         other = of(name)
         if torch and other and incompatible_builds(build(torch), build(other), platform.machine()):

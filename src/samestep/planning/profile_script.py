@@ -41,7 +41,7 @@ def profile_script(
     is_module: bool = False,
     threads: int | None = None,
     progress: Say | None = None,
-    nursery: PreforkServer | None = None,
+    fork_server: PreforkServer | None = None,
 ) -> Profile:
     r"""Runs a script in one process for some steps, stops it, and returns what its training is.
 
@@ -63,7 +63,7 @@ def profile_script(
         threads: that the process may use, as many as a rank will have; all of this machine's where None, and what
             OMP_NUM_THREADS says goes before either.
         progress: is told what goes on; by default a line on the terminal says it, and without one nothing does.
-        nursery: forks the script's process, which then need not import torch; a fresh interpreter without one.
+        fork_server: forks the script's process, which then need not import torch; a fresh interpreter without one.
 
     Raises:
         UsageError: there is no such script; it fails by itself, with its own exception and line; it takes no step of
@@ -86,7 +86,7 @@ def profile_script(
     folder = Path(tempfile.mkdtemp(prefix="samestep-plan-"))
     try:
         with ProgressLine() as telling:
-            ended = _run(program, steps, folder / "run", progress or telling.say, threads, nursery)
+            ended = _run(program, steps, folder / "run", progress or telling.say, threads, fork_server)
         return _result(program, ended)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -107,7 +107,7 @@ def _run(
     folder: Path,
     say: Say,
     threads: int | None,
-    nursery: PreforkServer | None,
+    fork_server: PreforkServer | None,
 ) -> runs.Ended:
     said: list[str] = []
 
@@ -127,7 +127,7 @@ def _run(
         order,
         threads=threads or threads_per_rank(1),
         still_s=runs.HANG_TIMEOUT_S,
-        fork_server=nursery,
+        fork_server=fork_server,
         progress=look,
     )
 
