@@ -50,7 +50,7 @@ def _forked_ranks():
     server = ForkServer({"OMP_NUM_THREADS": "1"})
     assert server.why_unavailable() is None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(observe, "RankPool", partial(RankPool, nursery=server))
+        patch.setattr(observe, "RankPool", partial(RankPool, server=server))
         patch.setattr(observe, "train", small_train)
         yield
     server.close()

@@ -187,7 +187,7 @@ def test_options_behind_the_script_are_its_own_and_that_is_said(tmp_path, monkey
         raise UsageError("train.py fails by itself")
 
     monkeypatch.setattr(profiling, "profile_script", fails)
-    monkeypatch.setattr(measure_cluster, "cluster", lambda: parse("[nodes]\ncount = 1", "this machine"))
+    monkeypatch.setattr(measure_cluster, "local_cluster", lambda: parse("[nodes]\ncount = 1", "this machine"))
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     assert run_command(["plan", "train.py", "--cluster=mine.toml"]) == 2

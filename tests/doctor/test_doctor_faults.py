@@ -19,8 +19,8 @@ from samestep.rankenv import fresh_environment
 
 LOOK = """
 import sys
-from samestep.doctor.{module} import look
-for line in look():
+from samestep.doctor.{module} import check
+for line in check():
     if line.level != "ok" and line.check in {check}:
         print(line.fix)
         print(line.level, line.check, line.text, file=sys.stderr)
@@ -48,21 +48,21 @@ FAULTS = {
     "small files only": ("ulimit -Sf 100000", "machine", ["file size"]),
     "no large files at all": ("ulimit -f 100000", "machine", ["file size"]),
     "one core": ("taskset -cp 0 $$ > /dev/null", "machine", ["cores"]),
-    "a name that does not resolve": ("ip link set lo up; hostname no-such-host-77", "names", ["own name"]),
-    "no loopback": ("ip link set lo down", "names", ["loopback"]),
+    "a name that does not resolve": ("ip link set lo up; hostname no-such-host-77", "network", ["own name"]),
+    "no loopback": ("ip link set lo down", "network", ["loopback"]),
     "few ports": (
         "ip link set lo up; echo '40000 40100' > /proc/sys/net/ipv4/ip_local_port_range",
-        "names",
+        "network",
         ["ports"],
     ),
-    "a network that is dropped": ("ip link set lo up; ip route add blackhole 10.9.0.0/16", "routes", ["routes"]),
-    "an interface that is not there": ("ip link set lo up; export GLOO_SOCKET_IFNAME=eth9", "names", [
+    "a network that is dropped": ("ip link set lo up; ip route add blackhole 10.9.0.0/16", "network", ["routes"]),
+    "an interface that is not there": ("ip link set lo up; export GLOO_SOCKET_IFNAME=eth9", "network", [
         "GLOO_SOCKET_IFNAME",
     ]),
-    "DETAIL": ("export TORCH_DISTRIBUTED_DEBUG=DETAIL", "variables", ["TORCH_DISTRIBUTED_DEBUG"]),
-    "half of what a launcher sets": ("export WORLD_SIZE=2", "variables", ["rank variables"]),
-    "kernels one by one": ("export CUDA_LAUNCH_BLOCKING=1", "variables", ["CUDA_LAUNCH_BLOCKING"]),
-    "NCCL told what to do": ("export NCCL_ALGO=Ring NCCL_PROTO=LL", "variables", ["NCCL_*"]),
+    "DETAIL": ("export TORCH_DISTRIBUTED_DEBUG=DETAIL", "environment", ["TORCH_DISTRIBUTED_DEBUG"]),
+    "half of what a launcher sets": ("export WORLD_SIZE=2", "environment", ["rank variables"]),
+    "kernels one by one": ("export CUDA_LAUNCH_BLOCKING=1", "environment", ["CUDA_LAUNCH_BLOCKING"]),
+    "NCCL told what to do": ("export NCCL_ALGO=Ring NCCL_PROTO=LL", "environment", ["NCCL_*"]),
 }  # fmt: skip
 
 RAISED = {"few open files", "no large files at all"}  # above what the user may have
