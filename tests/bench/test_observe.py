@@ -24,9 +24,9 @@ class ForkServer(PreforkServer):
         super().__init__(variables)
         self._codes, self._asking = {}, threading.Lock()
 
-    def look(self, pid, *, reap):
+    def _look(self, pid, reap):
         with self._asking:
-            code = self._codes[pid] if pid in self._codes else super().look(pid, reap=reap)
+            code = self._codes[pid] if pid in self._codes else super()._look(pid, reap)
             if reap:
                 self._codes[pid] = code
             return code
