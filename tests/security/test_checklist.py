@@ -33,7 +33,7 @@ BY_PICKLE = {  # functions and their results between processes of one user, and 
 }
 OWN_CODE = {
     "launch/rank/script.py": "exec",
-    "pipelines/cutting.py": "exec",
+    "pipelines/splitting.py": "exec",
 }  # the user's script; what torch.fx has written
 OWN_FILES = {"verification/judging/record.py"}  # what verify's own ranks have put into its own private folder
 FORBIDDEN = {"eval", "exec", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"}
