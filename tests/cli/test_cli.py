@@ -144,7 +144,17 @@ def test_json_says_how_the_run_ended(monkeypatch, tmp_path):
     assert main(["run", "-n", "1", "--json", "result.json", "train.py"]) == 5
     result = json.loads((tmp_path / "result.json").read_text())
     assert set(result) == {"exit", "run_dir", "failure"}
-    assert set(result["failure"]) == {"rank", "host", "pid", "signal", "exception", "message", "where", "waiting"}
+    assert set(result["failure"]) == {
+        "kind",
+        "rank",
+        "host",
+        "pid",
+        "signal",
+        "exception",
+        "message",
+        "where",
+        "waiting",
+    }
     assert result["exit"] == 5
 
 

@@ -35,5 +35,8 @@ def test_a_wrong_file_is_refused_before_anything_starts(folder):
     (folder.path / "chosen.toml").write_text("proceses = 2\n")
     done = folder.run("--settings", "chosen.toml", folder.script(""))
     assert done.returncode == 2
-    assert done.stderr == "samestep: error: --settings chosen.toml: proceses is unknown: did you mean processes?\n"
+    assert (
+        done.stderr
+        == "samestep: error: --settings chosen.toml: proceses in the file is unknown: did you mean processes?\n"
+    )
     assert not (folder.path / "runs").exists()

@@ -71,7 +71,7 @@ def test_mpiexec_itself_ends_when_a_rank_of_a_plain_script_raises(folder, busy):
 
 
 def test_mpi_without_its_package_is_said_once_and_before_mpiexec(folder, monkeypatch, capsys):
-    monkeypatch.setattr("samestep.cli.mpi.find_spec", lambda name: None)
+    monkeypatch.setattr("samestep.cli.run.find_spec", lambda name: None)
     assert main(["run", "--mpi", "-n", "4", str(folder.path / folder.script("join()"))]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1

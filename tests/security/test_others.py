@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ports import free_port
-from samestep.cli.hosts import taken_along
+from samestep.cli.hosts import forwarded_environment
 from samestep.errors import RendezvousError
 from samestep.launch.hosts.secure_link import connect
 from samestep.paths import own_folder
@@ -184,7 +184,7 @@ def ask(name, user):
 def test_secrets_of_the_environment_stay_on_this_host(monkeypatch):
     for name in ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "SAMESTEP_TOKEN", "NCCL_DEBUG"):
         monkeypatch.setenv(name, "x")
-    along = taken_along([])
+    along = forwarded_environment([])
     assert along.get("NCCL_DEBUG") == "x"
     assert not {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "SAMESTEP_TOKEN"} & set(along)
-    assert taken_along(["HF_TOKEN"])["HF_TOKEN"] == "x"
+    assert forwarded_environment(["HF_TOKEN"])["HF_TOKEN"] == "x"

@@ -12,7 +12,7 @@ from journals import record
 
 import samestep
 from samestep.launch.rank import failure
-from samestep.launch.rank.failure import as_json, death, lost_host
+from samestep.launch.rank.failure import death, lost_host
 from samestep.verification import machine, runner
 from samestep.verification.files import Files
 from samestep.verification.judging.single import Run
@@ -98,9 +98,9 @@ def test_a_port_that_nobody_has_any_more_is_not_to_blame(listener: socket.socket
 @pytest.mark.parametrize("own", [True, False])
 def test_memory_that_ran_out_is_the_machines(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "counts_own_kills", lambda: own)
-    told = as_json(death(1, 2, -9, of_memory=True), [])
+    told = death(1, 2, -9, of_memory=True).as_json([])
     assert "not enough memory for so many ranks: rank 1" in (machine.to_blame(ended(told, 137)) or "")
-    assert machine.to_blame(ended(as_json(death(1, 2, -9), []), 137)) is None  # somebody else's signal
+    assert machine.to_blame(ended(death(1, 2, -9).as_json([]), 137)) is None  # somebody else's signal
 
 
 @pytest.mark.parametrize("message", ["[Errno 28] No space left on device", "[Errno 122] Disk quota exceeded: 'a'"])
