@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from samestep.instrument import script_io
 from samestep.instrument.callbacks import Callbacks, subscribe
 from samestep.instrument.script_io import _start_processes
 
@@ -32,6 +35,30 @@ def test_what_ran_here_instead_has_ended_when_it_is_waited_for(join: bool) -> No
     )
     assert done == [(0, "x")]
     assert (context is None) if join else context.join()
+
+
+class Lines(Callbacks):
+    """Keeps what is printed."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str]] = []
+
+    def on_print(self, text: Callable[[], str], where: str) -> None:
+        self.lines.append((text(), where.rpartition(":")[0]))
+
+
+def test_what_a_script_logs_is_printed() -> None:
+    heard = Lines()
+    subscribe(heard, script_io.prints)
+    logger = logging.getLogger("train")
+    logger.setLevel(logging.INFO)
+    logger.info("accuracy %.3f", 0.5)
+    logger.setLevel(logging.WARNING)
+    logger.info("not shown")
+    print("loss 0.25")
+    told = [text for text, _ in heard.lines]
+    assert told == ["accuracy 0.500", "loss 0.25"]
+    assert len({where for _, where in heard.lines}) == 1
 
 
 def test_where_nobody_runs_instead_all_is_handed_on() -> None:

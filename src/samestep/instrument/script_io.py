@@ -1,6 +1,6 @@
 """Reports what a script saves, loads and prints, and that it starts its ranks by itself.
 
-`print` is the only place where every metric passes, however it was computed.
+Every metric passes `print` or `logging`, however it was computed.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import sys
 from typing import Any
 
 from samestep.instrument.callbacks import call, listeners, notify
-from samestep.instrument.patch import Group, user_line
+from samestep.instrument.patch import Group, is_own, user_line
+from samestep.launch.rank.user_code import relative_path
 
 saves_and_loads = Group()  # reports torch.save and torch.load
-prints = Group()  # what the script prints on standard output
+prints = Group()  # what the script prints on standard output, or logs
 spawns = Group()  # torch.multiprocessing's `spawn` and `start_processes`
 
 _MAX_PRINTED = 400
@@ -57,6 +58,15 @@ def _print(original: Any, *values: Any, **options: Any) -> None:
     original(*values, **options)
     if options.get("file") in {None, sys.stdout}:
         call("on_print", lambda: " ".join(map(str, values))[:_MAX_PRINTED], user_line())
+
+
+@prints.patch("logging", "Logger.handle")
+def _handle(original: Any, logger: Any, record: Any) -> None:
+    original(logger, record)
+    if is_own(record.pathname):
+        call(
+            "on_print", lambda: record.getMessage()[:_MAX_PRINTED], f"{relative_path(record.pathname)}:{record.lineno}"
+        )
 
 
 class _Ended:

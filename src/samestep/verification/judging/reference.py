@@ -28,6 +28,10 @@ from samestep.verification.report import Report
 
 __all__: list[str] = []
 
+_SHARED = (
+    "the ranks hold parts of one model and get different samples, as in sequence parallelism: which of them one "
+    "process would get is not known"
+)
 _MOST_OF_HALF = 20.0  # times as far apart as rounding to 16 bits explains; farther is a mistake
 _FEWEST = 8  # numbers in a gradient that is no multiple of another one by chance
 
@@ -118,6 +122,9 @@ class Comparison:
         if self.whole.apart is not None:
             why = f"the ranks' batches cannot be joined to one: {self.whole.apart}"
             by_rank.judge(self.record, self.others.of_ranks(), common, report, why)
+            return
+        if self._share_no_samples(common):
+            report.cover("gradients", unchecked(_SHARED))
             return
         others = self.has_other_samples(common) or self.draws_others()
         if others and (strided := self._strided(common)) is not None:
@@ -286,6 +293,12 @@ class Comparison:
         alone = model_inputs(self.whole.record.ranks, windows)
         differ = bool(alone) and alone != model_inputs(self.record.data.ranks, windows)
         return differ and not self._choose_alike(windows)
+
+    def _share_no_samples(self, common: list[Event]) -> bool:
+        """Whether ranks that hold parts of one model get other samples than those that are taken to have them all."""
+        windows = {event["window"] for event in common}
+        of_all, known = model_inputs(self.record.ranks, windows), model_inputs(self.record.data.ranks, windows)
+        return self.record.is_cut and not are_loaded(self.record) and of_all != known
 
     def _choose_alike(self, windows: set[int]) -> bool:
         """Whether equal random places, on all ranks and in one process, decide which samples are used in a step.
