@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import samestep
-from samestep.bench import allreduce, links, step
+from samestep.bench import allreduce, step
 from samestep.bench.harness import Report
 from samestep.cli import COMMANDS, main
 from samestep.network.cluster import load
+from samestep.planning import measure_cluster
 from samestep.verification import verify
 from samestep.verification.pages import PAGES
 
@@ -105,7 +106,9 @@ CLUSTER = '[nodes]\ncount = 1\ndevices = 2\n[links]\ninside = { latency = "5 us"
 
 
 def test_links_are_written_as_a_cluster_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(links, "run", lambda _: Report("links", [], {"ranks": 2}, file=CLUSTER, conclusion="found"))
+    monkeypatch.setattr(
+        measure_cluster, "run", lambda _: Report("links", [], {"ranks": 2}, file=CLUSTER, conclusion="found")
+    )
     assert main(["bench", "links", "--write", str(tmp_path / "mine.toml")]) == 0
     assert load(tmp_path / "mine.toml").devices == 2
     assert f"samestep plan --cluster {tmp_path / 'mine.toml'} train.py" in capsys.readouterr().out

@@ -11,6 +11,7 @@ once too often. The rest of such a training stays open.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from samestep.verification import numerics
 from samestep.verification.findings import Finding
@@ -52,13 +53,14 @@ def _findings(record: Record, whole: Run) -> Iterator[Finding]:
         if len(parts) == record.size and all(part.shape == one.shape for part in parts):
             is_partial = _is_near(sum(parts[1:], parts[0]), one) and _is_near(mine, parts[0])
             if is_partial:
-                yield _finding(record, "gradients-not-synchronised", wrong, _NOT_ADDED.format(listed(wrong)))
+                told = _told(record, wrong[0], _NOT_ADDED.format(listed(wrong)))
+                yield Finding(code="gradients-not-synchronised", **told)
                 return
         fitted = numerics.fit(mine, [one])
         factor = fitted.factors[0]
         if fitted.left <= _LARGE and any(abs(factor / other - 1) < _NEAR for other in (record.size, 1 / record.size)):
             cause = f"at step 0 the gradient of {name} is {factor:.4g} times that of one process, and others are not"
-            yield _finding(record, "gradient-scale", [name], cause, round(factor, 6))
+            yield Finding(code="gradient-scale", factor=round(factor, 6), **_told(record, name, cause))
             return
 
 
@@ -69,14 +71,11 @@ def _is_near(one: object, other: object) -> bool:
     return float((one - other).norm()) <= _LARGE * float(other.norm())  # type: ignore[operator,attr-defined]
 
 
-def _finding(record: Record, code: str, names: list[str], cause: str, factor: float | None = None) -> Finding:
-    step = record.ranks[0].steps[0]
-    return Finding(
-        code=code,
-        step=0,
-        tensor=names[0],
-        factor=factor,
-        where=step["where"],
-        cause=cause,
-        fix="bring the gradient of what every rank has whole together as often as its parts are computed: once",
-    )
+def _told(record: Record, name: str, cause: str) -> dict[str, Any]:
+    return {
+        "step": 0,
+        "tensor": name,
+        "where": record.ranks[0].steps[0]["where"],
+        "cause": cause,
+        "fix": "bring the gradient of what every rank has whole together as often as its parts are computed: once",
+    }

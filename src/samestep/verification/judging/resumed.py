@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
@@ -151,15 +152,20 @@ def _others_behind(record: Record, own_pace: Callable[[], Record]) -> Iterator[F
         again = sum(row in used for _, row in mine)
         passes = [event for event in record.ranks[0].events if event["kind"] in {"pass", "resumed"}]
         begun = [one["where"] for one, then in pairwise(passes) if one["kind"] == "pass" and then["kind"] == "resumed"]
-        twice = f", {plural(again, 'sample')} of them for the second time" if again else ""
-        yield Finding(
-            code="samples-repeated" if again else "samples-missing",
-            step=first["event"],
-            where=begun[-1] if begun else record.ranks[0].backward_of(first),
-            cause=f"until step {first['event']} the ranks together use one process's samples at every step, and behind "
-            f"the load others{twice}",
-            fix="count what is skipped in the unit in which it was saved: samples of one rank, or of all ranks",
+        about: dict[str, Any] = {
+            "step": first["event"],
+            "where": begun[-1] if begun else record.ranks[0].backward_of(first),
+            "fix": "count what is skipped in the unit in which it was saved: samples of one rank, or of all ranks",
+        }
+        cause = (
+            f"until step {first['event']} the ranks together use one process's samples at every step, and behind the "
+            "load others"
         )
+        if again:
+            cause += f", {plural(again, 'sample')} of them for the second time"
+            yield Finding(code="samples-repeated", cause=cause, **about)
+        else:
+            yield Finding(code="samples-missing", cause=cause, **about)
 
 
 def _rows(record: Record, windows: set[int]) -> set[tuple[int, str]]:
