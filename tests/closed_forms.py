@@ -35,6 +35,7 @@ from samestep.network.links import Links
 def ring(ranks: int, nbytes: float, links: Links) -> float:
     """Returns the seconds of :func:`samestep.collectives.ring.all_reduce`.
 
+    >>> from samestep.network.links import Link
     >>> ring(100_000, 100e6, Links(Link(5e-6, 12.5e9)))
     1.01598984
     """
@@ -93,6 +94,7 @@ def parameter_server(ranks: int, nbytes: float, links: Links, servers: int) -> f
 def hierarchical(ranks: int, nbytes: float, links: Links) -> float:
     """Returns the seconds of :func:`samestep.collectives.hierarchical.all_reduce` with rings, at most a NIC a rank.
 
+    >>> from samestep.network.links import Link
     >>> links = Links(Link(1e-6, 100e9), Link(5e-6, 12.5e9), local=8, nics=8)
     >>> hierarchical(100_000, 100e6, links)
     0.12875384

@@ -367,15 +367,16 @@ LOOKED_AT = (
     MEMORY_OF
     + """
     import contextlib, io, json, sys, time
+    import samestep.checkpoints.reader, torch
     from samestep.cli import main
 
-    told = []
+    told, begun_with = [], memory("VmRSS")  # with torch, and all that the session may have imported before
     for path in sys.argv[1:]:
         forget_the_peak()
         before, shown = time.process_time(), io.StringIO()
         with contextlib.redirect_stdout(shown):
             code = main(["checkpoint", "verify", path])
-        told.append([code, time.process_time() - before, memory("VmHWM"), shown.getvalue()])
+        told.append([code, time.process_time() - before, memory("VmHWM") - begun_with, shown.getvalue()])
     print(json.dumps(told))
 """
 )

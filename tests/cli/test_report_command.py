@@ -36,7 +36,8 @@ def test_the_page_lies_in_the_run_directory_and_the_summary_on_the_terminal(tmp_
     done = report(made.write())
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
-    assert said[0] == "train.py, 4 ranks on node0: 20 steps in 440 ms."
+    assert said[0].startswith("train.py --lr 0.1, ")
+    assert said[1] == "train.py, 4 ranks on node0: 20 steps in 440 ms."
     assert said[-1] == str(tmp_path / "run" / "report.html")
     assert "  Nothing was checked: `samestep verify -n 4 train.py --lr 0.1` says whether N ranks train as one." in said
     assert any(

@@ -33,7 +33,7 @@ def test_a_port_for_the_store_is_held_until_the_ranks_start(asked):
 
 def test_an_address_at_which_nobody_can_listen_is_named_with_the_reason(asked):
     (unable,) = asked("bind", address="192.0.2.1")  # of documentation (RFC 5737): no host has it
-    assert unable.kind == "unable"
+    assert unable.kind == "start_failed"
     assert unable.body["reason"].startswith("cannot listen at 192.0.2.1, where the ranks meet: Cannot assign requested")
 
 

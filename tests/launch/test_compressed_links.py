@@ -13,7 +13,7 @@ from namespaces import hosts
 SECRET = "between these two hosts alone"
 TRAIN = """
 import sys, torch, samestep
-from samestep.bench.networks import WIDE
+from samestep.bench.workloads import WIDE
 
 def sent():
     # without the headers (Ethernet, IPv4, TCP with its times): how many words of receipt go back is the kernel's choice

@@ -15,7 +15,7 @@ def taken_with_a_signal_before_instruction(number):
 
     def trace(frame, event, _):
         nonlocal seen
-        frame.f_trace_opcodes = frame.f_code is StepState.take_requests.__code__
+        frame.f_trace_opcodes = frame.f_code is StepState.encode_requests.__code__
         if event == "opcode":
             seen += 1
             if seen == number:
@@ -26,10 +26,10 @@ def taken_with_a_signal_before_instruction(number):
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        taken = [state.take_requests()]
+        taken = [state.encode_requests()]
     finally:
         sys.settrace(before)
-    return [*taken, state.take_requests()] if seen >= number else None
+    return [*taken, state.encode_requests()] if seen >= number else None
 
 
 def agreed(taken):

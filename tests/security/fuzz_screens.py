@@ -22,7 +22,6 @@ from samestep.data.once import _beside, _is_done
 from samestep.doctor import hosts
 from samestep.doctor.finding import from_remote
 from samestep.events import KINDS
-from samestep.launch.hosts import secure_link
 from samestep.planning import profile, settings
 from samestep.replicas import culprits
 from samestep.reporting import summary as summaries
@@ -34,6 +33,7 @@ from samestep.reporting.page import render_page
 from samestep.reporting.run_log import open_run
 from samestep.runtime.join import Card
 from samestep.runtime.store_messages import decode_message, matches_type
+from samestep.schema import parse_object
 from samestep.verification.online import exchange
 
 MARKUP = "<img src=x onerror=alert(1)>"
@@ -203,7 +203,7 @@ def descriptors(data):
 def handshakes(data):
     line = data.draw(raw | json_values.map(lambda one: json.dumps(one).encode()))
     try:
-        assert isinstance(secure_link._parse(line), dict)
+        assert isinstance(parse_object(line), dict)
     except ValueError:
         return
 
