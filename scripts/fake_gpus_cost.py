@@ -14,7 +14,7 @@ import sys
 import time
 
 import torch
-from samestep.bench.networks import CNN, MLP, TRANSFORMER, WIDE, Task
+from samestep.bench.workloads import CNN, MLP, TRANSFORMER, WIDE, Task
 from torch import nn
 from torch.nn import functional as F
 

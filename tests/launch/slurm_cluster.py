@@ -74,8 +74,8 @@ GRES = "NodeName=m[1-2] Name=gpu File=/dev/null\nNodeName=m[1-2] Name=gpu File=/
 
 KEEPER = """\
 import os, signal, subprocess, sys
-from samestep.launch.process import adopt_orphans, end_orphans
-adopt_orphans()
+from samestep.launch.process import become_subreaper, kill_orphans
+become_subreaper()
 controller, *nodes = [command.split("\\n") for command in sys.argv[1:]]
 with subprocess.Popen(controller, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
     for line in process.stderr:
@@ -84,7 +84,7 @@ with subprocess.Popen(controller, stdin=subprocess.DEVNULL, stderr=subprocess.PI
         if "fatal" in line:
             print(line.strip(), flush=True)
     else:
-        end_orphans()
+        kill_orphans()
         sys.exit(1)
     log = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
     for node in nodes:
@@ -93,7 +93,7 @@ with subprocess.Popen(controller, stdin=subprocess.DEVNULL, stderr=subprocess.PI
     print("ready", flush=True)
     while os.read(0, 4096):
         pass
-    end_orphans()
+    kill_orphans()
 """
 
 
@@ -162,8 +162,9 @@ class Cluster:
                 break
             self.stop()
             self._forget()
+            assert said, "what starts slurmctld has failed itself, and says why on standard error"
             if "in use" not in said:
-                pytest.skip(f"slurmctld does not start here: {said or 'it says nothing'}")
+                pytest.skip(f"slurmctld does not start here: {said}")
         else:
             pytest.skip(f"no {ATTEMPTS} ports are free for Slurm: {said}")
 

@@ -32,7 +32,7 @@ UNWATCHED = """
         return function and value.__globals__["__name__"].startswith(ours)
 
     def begin():
-        from samestep.launch import progress_notes
+        from samestep.launch.rank import progress_notes
         from samestep.launch.rank.observers import RankContext
         from samestep.verification.recording.recorder import Recorder
 
