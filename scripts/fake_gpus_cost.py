@@ -14,11 +14,11 @@ import sys
 import time
 
 import torch
-from samestep.bench.workloads import CNN, MLP, TRANSFORMER, WIDE, Task
 from torch import nn
 from torch.nn import functional as F
 
 from samestep import testing
+from samestep.bench.workloads import CNN, MLP, TRANSFORMER, WIDE, Task
 
 PAIRS, STEPS = 15, 4
 OFF = """
