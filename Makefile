@@ -21,10 +21,10 @@ help:
 	@echo "make prove   the rest: sweeps, several hosts, browsers, every example"
 	@echo "make zoo     samestep verify on every script of zoo/, and its score"
 	@echo "make check   formatting, lint and types"
-	@echo "make format  rewrite the sources in the house format"
+	@echo "make format  format the sources"
 	@echo "make bench   the benchmarks, ours and theirs in alternation"
 	@echo "make docs    the pages as a site, in build/site; it needs no network"
-	@echo "make readme  what verify says into the README; diffs, codes and messages into their pages"
+	@echo "make readme  draw the README's picture; write the diffs, codes, messages and commands into their pages"
 	@echo "make clean   remove the environment and caches; runs/ stays"
 
 $(VENV)/torch: scripts/install-torch constraints.txt
@@ -90,6 +90,8 @@ readme: $(VENV)/installed
 	@$(BIN)/python scripts/moving.py
 	@$(BIN)/python scripts/codes.py
 	@$(BIN)/python scripts/messages.py
+	@$(BIN)/python scripts/commands.py
+	@$(BIN)/python scripts/reference.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

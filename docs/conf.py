@@ -2,8 +2,7 @@
 
     python -m sphinx -W --keep-going -b html docs build/site          (or `make docs`)
 
-Every page reads as well where the repository is shown; what only the site can do (signatures, `--help`) stands in
-`reference.md` and `commands.md`, and is made by autodoc and the small extensions in `_ext`.
+Every page can also be read as a file. Only the docstrings of `reference.md` are added by autodoc.
 """
 
 import sys
@@ -23,7 +22,6 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "commands",
     "outside",
     "chinese",
     "docstrings",

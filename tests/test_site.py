@@ -162,8 +162,9 @@ def test_every_finding_and_every_error_has_its_entry(site):
     assert {name.lower() for name in errors.__all__} <= anchors
 
 
-def test_the_page_of_codes_is_what_the_script_writes():
-    command = [sys.executable, "scripts/codes.py", "--check"]
+@pytest.mark.parametrize("page", ["codes", "commands", "reference"])
+def test_a_page_is_what_its_script_writes(page):
+    command = [sys.executable, f"scripts/{page}.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout.decode()
 

@@ -7,9 +7,9 @@ import importlib.util
 import json
 import re
 import shutil
-import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -364,21 +364,31 @@ def test_a_report_is_json_with_every_property(reports: Lazily[Report]) -> None:
         reports["loss-summed"].require_same()
 
 
-def test_the_readme_shows_what_the_command_says(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture(scope="module")
+def readme() -> ModuleType:
     spec = importlib.util.spec_from_file_location("readme", ROOT / "scripts" / "readme.py")
     assert spec is not None
     assert spec.loader is not None
-    readme = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(readme)
-    monkeypatch.chdir(ROOT)
-    assert main(["verify", readme.SCRIPT]) == 1
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_of_the_readme_shows_what_the_command_says(
+    readme: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    buggy, _ = readme.scripts()
+    (tmp_path / "train.py").write_text(buggy, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main(["verify", "train.py"]) == 1
     said = capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["readme.py", "--check"])
-    for text, code in ((said, 0), (f"{said}more", 1)):
-        monkeypatch.setattr(readme, "said_now", lambda text=text: text)
-        assert readme.main() == code, capsys.readouterr().out
+    assert readme.text_in(readme.drawn(said)) == re.sub(r"\s", "", said)
+    assert re.sub(r"\s", "", said) in readme.text_in(readme.PICTURE.read_text(encoding="utf-8"))
+
+
+@pytest.mark.prove
+def test_the_picture_of_the_readme_is_what_the_script_draws(readme: ModuleType) -> None:
+    assert readme.drawn(readme.session()) == readme.PICTURE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
