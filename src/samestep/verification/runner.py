@@ -10,9 +10,12 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import Any
 
+from samestep.fake_gpus import requested
 from samestep.launch.rank.environment import threads_per_rank
+from samestep.launch.resources import visible_gpus
 from samestep.launch.start.fork import fork_blocker, read_source
 from samestep.launch.start.prefork_server import PreforkServer
+from samestep.rankenv import variable
 from samestep.verification import machine, runs
 from samestep.verification.files import Files
 from samestep.verification.judging.record import Record, read
@@ -27,6 +30,18 @@ _FREE_S = 20.0  # for a port that a run needs, and another program has: a traini
 _AT_ONCE = 2  # runs of the script alone, side by side
 
 Say = Callable[[str], None]
+
+
+def gpus_of_one(ranks: int) -> dict[str, str]:
+    """Returns the variables with which one process sees as many GPUs as each of so many ranks has.
+
+    Programs divide batch sizes and sums by the number of GPUs that they see, and take all of them for their world.
+    """
+    count = requested() or visible_gpus()
+    named = [name for name in (variable("CUDA_VISIBLE_DEVICES") or "").split(",") if name]
+    gpus = named[:count] or [str(index) for index in range(count)]
+    share = max(1, len(gpus) // ranks)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[:share])} if share < len(gpus) else {}
 
 
 @contextmanager
@@ -55,6 +70,7 @@ class Runner:
     say: Say  # is told what goes on
     files: Files  # keeps the files of the runs apart
     fork_server: PreforkServer | None = None  # forks the runs that need no fresh interpreters; None where all do
+    gpus_of_one: dict[str, str] = field(default_factory=dict)  # variables that show one process a rank's GPUs alone
     _is_over: Event = field(default_factory=Event)
     _lock: Lock = field(default_factory=Lock)
     _planned: int = 2  # runs: the ranks and the script alone, if nothing is looked into
@@ -94,7 +110,12 @@ class Runner:
         chosen = [rank.number for rank in record.data.ranks] if ranks is None else ranks
         order = {"recorded": str(record.folder), "ranks": chosen, "together": record.size, **order}
         self._begin(f"the script alone, {name}")
-        return self._run(name, 1, _ALONE, order, self.fork_server)
+        run = self._run(name, 1, _ALONE, order, self.fork_server)
+        if self.gpus_of_one and record.steps and not run.steps:  # it may insist on more GPUs
+            self.gpus_of_one = {}
+            self.say(f"the script alone, {name}: once more, with all GPUs")
+            run = self._run(f"{name}, with all GPUs", 1, _ALONE, order, self.fork_server)
+        return run
 
     def _begin(self, name: str) -> None:
         with self._lock:
@@ -124,7 +145,7 @@ class Runner:
                 {"saves": str(folder / "saves"), **files, **order},
                 still_s=self.still_s,
                 threads=threads_per_rank(self.ranks),
-                variables=variables,
+                variables=variables | (self.gpus_of_one if ranks == 1 else {}),
                 fork_server=None
                 if fork_server is None or fork_server.why_unavailable() or fork_server.has_ended()
                 else fork_server,

@@ -48,7 +48,7 @@ from samestep.verification.judging.sources import Sources
 from samestep.verification.judging.updates import Updates
 from samestep.verification.recording.limit import PASSES, STEPS
 from samestep.verification.report import Report
-from samestep.verification.runner import Runner, Say, fork_server_for
+from samestep.verification.runner import Runner, Say, fork_server_for, gpus_of_one
 
 __all__ = ["verify"]
 
@@ -123,6 +123,7 @@ def examine(
                 say=say,
                 files=files,
                 fork_server=fork_server,
+                gpus_of_one=gpus_of_one(ranks),
             )
             report = _verified(runner, steps)
             report.remarks += filter(None, [files.remark()])

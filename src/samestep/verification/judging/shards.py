@@ -61,8 +61,10 @@ def _copied(
                     rank,
                     name,
                     f"ranks {record.ranks[rank].number} and 0 begin with the same numbers in their parts of "
-                    f"{name}; one process draws different ones: each rank has drawn its part, all seeded alike",
-                    "draw whole tensors on every rank and shard them, or seed with the rank what fills the shards",
+                    f"{name}; one process begins with different ones: each rank has drawn its part, all seeded alike, "
+                    "or nothing fills them after to_empty()",
+                    "draw whole tensors on every rank and shard them, or seed with the rank what fills the shards; "
+                    "initialise every module that to_empty() leaves unfilled",
                 )
 
 
