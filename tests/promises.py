@@ -449,7 +449,7 @@ PROMISES: dict[str, list[str]] = {
         "tests/verification/test_verify_options.py::test_a_module_is_verified_on_as_many_ranks_and_steps_as_asked_for",
     ],
     "samestep verify: exit code 1": [
-        "tests/verification/test_verify.py::test_the_readme_shows_what_the_command_says",
+        "tests/verification/test_verify.py::test_the_picture_of_the_readme_shows_what_the_command_says",
     ],
     "samestep verify: exit code 2": [
         "tests/verification/test_verify.py::test_usage_errors_say_how_to_fix_them",
