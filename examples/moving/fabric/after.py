@@ -22,12 +22,13 @@ def main(world):
     state = samestep.checkpoint("digits", world, model=model, optimizer=optimizer, data=batches)
     for _ in state.epochs(2):
         for x, y in batches:
-            optimizer.zero_grad()
             loss = batches.mean(F.cross_entropy(model(x), y, reduction="none"))
             loss.backward()
-            samestep.clip_grad_norm_(model, 1.0)
-            optimizer.step()
-            state.commit()
+            if batches.step_ends:
+                samestep.clip_grad_norm_(model, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                state.commit()
     scores = samestep.evaluate(
         lambda batch: (model(batch[0]), batch[1]), held_out, world, batch_size=256, metrics={"loss": F.cross_entropy}
     )

@@ -21,10 +21,11 @@ def main(world):
     batches = samestep.shards(training, world, batch_size=64)
     for _ in range(2):
         for x, y in batches:
-            optimizer.zero_grad()
             loss = batches.mean(F.cross_entropy(model(x), y, reduction="none"))
             loss.backward()
-            optimizer.step()
+            if batches.step_ends:
+                optimizer.step()
+                optimizer.zero_grad()
     scores = samestep.evaluate(
         lambda batch: (model(batch[0]), batch[1]), held_out, world, batch_size=256, metrics={"loss": F.cross_entropy}
     )

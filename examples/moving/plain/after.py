@@ -23,7 +23,7 @@ def main(world):
         for x, y in batches:
             loss = batches.mean(F.cross_entropy(model(x), y, reduction="none"))
             loss.backward()
-            if batches.step_ends:  # always, until batches are cut smaller: micro_batch_size, virtual_ranks
+            if batches.step_ends:  # always true without micro_batch_size and virtual_ranks
                 optimizer.step()
                 optimizer.zero_grad()
     scores = samestep.evaluate(
