@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.verification.recording.chance import joined
+from samestep.verification.recording.chance import Draws, joined
 
 
 @pytest.mark.parametrize("own", [np.int64(2), np.float64(0.5), 3, 0.25, np.array([1, 2]), [4, 5], torch.ones(2)])
@@ -33,3 +33,13 @@ def test_draws_of_ranks_that_take_turns_are_joined_in_turns() -> None:
     whole = joined("torch.randn", torch.zeros(5), parts, strided=True)
     assert whole is not None
     assert whole.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_draws_without_gradients_are_counted_by_themselves() -> None:
+    draws = Draws()
+    draws.place(0, "train.py:4")
+    with torch.no_grad():
+        draws.place(0, "train.py:9")
+        assert draws.count == 1
+    draws.place(0, "train.py:4")
+    assert draws.count == 2

@@ -420,6 +420,9 @@ def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], 
     def strided() -> Run:
         return alone("draws cut by [rank::world_size]", strided=True)
 
+    def one_by_one() -> Run:
+        return alone("draws of one rank after the other", one_by_one=record.micro_batches)
+
     def merged(steps: list[Event]) -> Run:
         return alone("whole steps at once", merged=[step["window"] for step in steps])
 
@@ -460,7 +463,7 @@ def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], 
             exact,
             in_turn=in_turn,
             twice=twice,
-            strided=strided,
+            redrawn=[strided, *([one_by_one] if record.micro_batches else [])],
         )
         if record.is_averaged_within:  # by its update it is known how such a step uses gradients
             compared = Updates(record, whole, others).judge(report)

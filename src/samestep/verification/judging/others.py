@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from samestep.verification.journal import Event
@@ -21,7 +21,8 @@ class Others:
         of_ranks: with what each rank used, for itself.
         in_turn: with samples of its own, a step for each of the ranks', from what a step of the ranks begins with; with
             its gradients before clipping.
-        strided: with what the ranks have drawn joined as samples[rank::world_size] cuts it.
+        redrawn: with what the ranks have drawn handed out in other ways: joined as samples[rank::world_size] cuts it,
+            and, where one process has as many micro-batches as all ranks together, one rank's after the other's.
         twice: with what each rank used, for itself, and each sample twice.
         merged: with all samples of a step in place of each of its micro-batches, at these steps.
         apart: as it is, keeping what adds up in these steps.
@@ -43,4 +44,4 @@ class Others:
     in_float64: Callable[[], tuple[Record, Run, Run]] | None = None
     in_turn: Callable[[], Run] | None = None
     twice: Callable[[], list[Run]] | None = None
-    strided: Callable[[], Run] | None = None
+    redrawn: Sequence[Callable[[], Run]] = ()

@@ -96,6 +96,12 @@ class Record:
         taken = min((len(rank.steps) for rank in self.ranks), default=0)
         return taken if self.uneven is None else min(taken, self.uneven["event"])
 
+    @property
+    def micro_batches(self) -> int:
+        """How many backward passes each step of each rank has; 0 where not all have as many."""
+        told = {int(step["micro"]) for rank in self.data.ranks for step in rank.steps}
+        return told.pop() if len(told) == 1 else 0
+
     @cached_property
     def has_no_group(self) -> bool:
         """Whether no rank was in a process group at any of its steps."""

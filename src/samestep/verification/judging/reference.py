@@ -127,8 +127,8 @@ class Comparison:
             report.cover("gradients", unchecked(_SHARED))
             return
         others = self.has_other_samples(common) or self.draws_others()
-        if others and (strided := self._strided(common)) is not None:
-            strided.judge_known(common, report)
+        if others and (redrawn := self._redrawn(common)) is not None:
+            redrawn.judge_known(common, report)
             return
         if others and not self._are_those_of_one_process(common):
             if not self._compare_in_turn(common, report):
@@ -140,17 +140,19 @@ class Comparison:
         if report.coverage["gradients"] == AGREES and self.others.merged is not None and self.others.apart is not None:
             Windows(self.record, self.others.merged, self.others.apart).judge(common, self.whole, report)
 
-    def _strided(self, common: list[Event]) -> Comparison | None:
-        """With a process that gets the ranks' draws as [rank::world_size] cuts them, if that has their samples."""
+    def _redrawn(self, common: list[Event]) -> Comparison | None:
+        """With a process that gets the ranks' draws in another way, if that has their samples."""
         drawing = all(any(one["kept"] is not None for one in rank.of("draw")) for rank in self.record.data.ranks)
-        if self.others.strided is None or not drawing or are_loaded(self.record):
+        if not drawing or are_loaded(self.record):
             return None
-        found = replace(self, whole=self.others.strided(), others=replace(self.others, strided=None))
-        known = [event for event in common if event["event"] in found.whole.steps]
-        has_all = len(known) == len(common) and bool(
-            model_inputs(found.whole.record.ranks, {e["window"] for e in common})
-        )
-        return found if has_all and not found.has_other_samples(common) and not found.draws_others() else None
+        windows = {event["window"] for event in common}
+        for run in self.others.redrawn:
+            found = replace(self, whole=run(), others=replace(self.others, redrawn=()))
+            has_all = all(event["event"] in found.whole.steps for event in common)
+            sees = has_all and bool(model_inputs(found.whole.record.ranks, windows))
+            if sees and not found.has_other_samples(common) and not found.draws_others():
+                return found
+        return None
 
     def _are_those_of_one_process(self, common: list[Event]) -> bool:
         """Whether all gradients are multiples of one process's, whatever its models saw: it pads otherwise, say."""

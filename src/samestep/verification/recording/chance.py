@@ -21,17 +21,26 @@ class Draws:
     def __init__(self) -> None:
         self._seen: Counter[str] = Counter()
         self._window = -1
-        self.count = 0  # of the window at hand
+        self._count = {True: 0, False: 0}  # of the window at hand, with gradients and without
 
     def place(self, window: int, where: str) -> str:
         """Returns what a draw is called: the same on every rank, and alone."""
+        import torch
+
         if window != self._window:
             self._window = window
             self._seen.clear()
-            self.count = 0
+            self._count = {True: 0, False: 0}
         self._seen[where] += 1
-        self.count += 1
+        self._count[torch.is_grad_enabled()] += 1
         return f"{window}|{where}|{self._seen[where]}"
+
+    @property
+    def count(self) -> int:
+        """How many there have been in the window at hand, of those like the last: with gradients, or without."""
+        import torch
+
+        return self._count[torch.is_grad_enabled()]
 
 
 def keep(journal: TraceWriter, place: str, name: str, value: Any, *, within: bool) -> None:
@@ -41,14 +50,15 @@ def keep(journal: TraceWriter, place: str, name: str, value: Any, *, within: boo
     from samestep.runtime.digest import digest
 
     tensor = as_tensor(value)
+    about = {"place": place, "name": name, "within": within, "trains": torch.is_grad_enabled()}
     if tensor is None or tensor.numel() > _MOST:
-        journal.write("draw", place=place, name=name, shape=None, digest=None, kept=None, within=within)
+        journal.write("draw", **about, shape=None, digest=None, kept=None)
         return
     kept = journal.keep(lambda path: save_unreported(tensor.detach().cpu(), path))
     shape = list(tensor.shape)
     told = digest(torch.as_tensor(tensor))
     whole = are_whole(tensor)
-    journal.write("draw", place=place, name=name, shape=shape, digest=told, kept=kept, within=within, whole=whole)
+    journal.write("draw", **about, shape=shape, digest=told, kept=kept, whole=whole)
 
 
 def note_order(journal: TraceWriter, where: str, name: str, value: Any) -> None:

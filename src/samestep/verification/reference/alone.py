@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -65,6 +66,8 @@ class Alone(Witness):
         self._cut = {(event["key"], event["number"]): event.get("cut") for event in first.of("passed")}
         self._lengths = {event["key"]: event["length"] for event in first.of("pass")}
         self._drawn = self._recorded_draws()
+        self._sequences = self._recorded_sequences() if order.get("one_by_one") else {}
+        self._drawn_here: Counter[tuple[str, bool]] = Counter()  # by line, with gradients or without
         self._brought = Brought(first, always=order.get("brought", False))
         self._updates = UpdateReplay(self.record, self.optimizers)
         self.sizes: list[int] = []  # of the parts of the batch that is trained on
@@ -490,6 +493,8 @@ class Alone(Witness):
         place = self.draws.place(self.window, where)
         if self._turns > 1:
             return self._drawn_in_turn(name, place, value)
+        if (drawn := self._drawn_one_by_one(where, value)) is not None:
+            return drawn
         drawn = as_tensor(value)
         about: dict[str, Any] = {"shape": None, "digest": None}
         if drawn is not None:
@@ -515,6 +520,41 @@ class Alone(Witness):
         parts = [self.record.value(rank, number) for one, number in held if one == rank and number is not None]
         whole = joined(name, value, parts) if parts else None
         return value if whole is None else whole
+
+    def _drawn_one_by_one(self, where: str, value: Any) -> Any:
+        """What a rank has drawn for a micro-batch, where this process has those of one rank after the other's."""
+        from samestep.verification.recording.chance import joined
+
+        import torch
+
+        trains = torch.is_grad_enabled()
+        held = self._sequences.get((where, trains))
+        if held is None:
+            return None
+        micro_batches, rank = self.order["one_by_one"], next(iter(held))
+        number = self._drawn_here[where, trains]
+        self._drawn_here[where, trains] += 1
+        if trains:
+            draws = round(len(held[rank]) / (micro_batches * len(self._steps)))  # for a micro-batch
+            if not draws:
+                return None
+            micro, rest = divmod(number, draws)
+            step, micro = divmod(micro, micro_batches * len(self._ranks))
+            rank = self._ranks[micro // micro_batches]
+            number = (step * micro_batches + micro % micro_batches) * draws + rest
+        kept = held[rank][number] if number < len(held.get(rank, [])) else None
+        return None if kept is None else joined("", value, [self.record.value(rank, kept)])
+
+    def _recorded_sequences(self) -> dict[tuple[str, bool], dict[int, list[int | None]]]:
+        """Line of a draw, and whether with gradients -> rank -> what it has drawn there, in its order."""
+        found: dict[tuple[str, bool], dict[int, list[int | None]]] = {}
+        for rank in self.record.ranks:
+            if rank.number in self._ranks:
+                for event in rank.of("draw"):
+                    where = event["place"].partition("|")[2].rpartition("|")[0]
+                    theirs = found.setdefault((where, event["trains"]), {})
+                    theirs.setdefault(rank.number, []).append(event["kept"])
+        return found
 
     # --- normalisation -----------------------------------------------------------------------
 
