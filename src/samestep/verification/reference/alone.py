@@ -523,9 +523,9 @@ class Alone(Witness):
 
     def _drawn_one_by_one(self, where: str, value: Any) -> Any:
         """What a rank has drawn for a micro-batch, where this process has those of one rank after the other's."""
-        from samestep.verification.recording.chance import joined
-
         import torch
+
+        from samestep.verification.recording.chance import joined
 
         trains = torch.is_grad_enabled()
         held = self._sequences.get((where, trains))
