@@ -28,6 +28,7 @@ MISSION = (
     "data parallel and pipeline parallel together",
     "pictures of pipelines from real runs",
     "destroy_process_group always, also on error",
+    "RPC: parameter server and reinforcement learning",
     "scripts for CUDA and NCCL on CPUs",
     "verify",
 )
@@ -140,6 +141,12 @@ PROMISES: dict[str, list[str]] = {
     "mission: destroy_process_group always, also on error": [
         "tests/runtime/test_world.py::test_the_group_is_destroyed_on_the_way_out_of_an_error",
         "tests/runtime/test_world.py::test_what_fails_while_joining_leaves_no_group_behind",
+    ],
+    "mission: RPC: parameter server and reinforcement learning": [
+        "tests/examples/test_examples.py::test_a_parameter_server_trains_as_one_process_does",
+        "tests/examples/test_examples.py::test_an_agent_learns_from_observers_on_other_ranks",
+        "tests/launch/test_rpc.py::test_whoever_is_to_blame_is_named",
+        "tests/launch/test_rpc.py::test_a_call_that_never_returns_is_explained",
     ],
     "mission: scripts for CUDA and NCCL on CPUs": [
         "tests/fake_gpus/test_idioms.py::test_an_idiom_does_what_it_does_on_a_gpu",

@@ -22,6 +22,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted(DOCS.rglob("*.md"))]
 ELSEWHERE = {  # which test has the block
     ("start.md", 0): "tests/test_site.py",
+    ("rpc.md", 0): "tests/examples/test_examples.py, by examples/rpc_parameter_server.py",
     ("mpi.md", 0): "tests/examples/test_examples.py, by examples/mpi_hello.py",
     ("verify.md", 0): "tests/verification/test_verify.py",
     ("launching.md", 0): "tests/launch/test_notebook.py",

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LAYOUT = 4
+LAYOUT = 5
 SIZE = 4096
 _VERSION = struct.Struct("=Q")
+SHUTDOWN = "rpc.shutdown"
 _NON_TRAINING = {"evaluate", "save", "load"}
 _TRIES = 100  # reads until one falls between two writes; a rank that died while writing never does
 
@@ -33,7 +34,7 @@ class Layout(ctypes.Structure):
         ("process", ctypes.c_uint32),
         ("step", ctypes.c_uint64),  # optimizer steps finished; over all attempts, where a checkpoint counts them
         ("step_time", ctypes.c_uint64),
-        ("version", ctypes.c_uint64),  # twice how often the fields below were written; odd while they are
+        ("version", ctypes.c_uint64),  # grows by two when the fields below are written; odd while they are
         ("phase_time", ctypes.c_uint64),
         ("phase", ctypes.c_char * 16),  # data, train, backward, wait, optimizer, evaluate, save, load
         ("entered", ctypes.c_uint64),  # collectives
@@ -45,6 +46,11 @@ class Layout(ctypes.Structure):
         ("data", ctypes.c_uint64),
         ("non_training", ctypes.c_uint64),  # evaluations, saves and loads, whatever is waited for in them
         ("load", ctypes.c_double),  # samples, tokens or whatever steps are weighed by
+        ("calls", ctypes.c_uint64),  # changes of the fields below: those of torch.distributed.rpc
+        ("callee", ctypes.c_int64),  # the rank that the oldest call waits for, -1 without one
+        ("call", ctypes.c_char * 200),  # its function; SHUTDOWN in rpc.shutdown
+        ("call_site", ctypes.c_char * 400),
+        ("serving", ctypes.c_char * 200),  # the function that runs longest here for another rank
     )
 
 
@@ -66,6 +72,11 @@ class Progress:
     data: float = 0.0
     non_training: float = 0.0
     load: float = 0.0
+    calls: int = 0
+    callee: int = -1
+    call: str = ""
+    call_site: str = ""
+    serving: str = ""
 
     @property
     def in_collective(self) -> bool:
@@ -77,6 +88,8 @@ class Progress:
         doing = {"data": "waiting for data", "evaluate": "evaluating", "save": "saving", "load": "loading"}
         if self.in_collective:
             return f"in {self.operation}, its collective {self.entered}, at {self.site}"
+        if self.callee >= 0:
+            return f"waiting for {self.call} on rank {self.callee}, at {self.call_site}"
         return doing.get(self.phase, "")
 
 
@@ -97,6 +110,16 @@ class ProgressListener:
 
     def exit_collective(self) -> None:
         """Called after the collective."""
+
+    def set_calls(self, call: str, callee: int, site: str, serving: str) -> None:
+        """Called when a call of torch.distributed.rpc begins or ends.
+
+        Args:
+            call: the function that the oldest call waits for, SHUTDOWN in rpc.shutdown, or "".
+            callee: the rank that runs it, or -1.
+            site: where the script calls it.
+            serving: the function that runs longest here for another rank, or "".
+        """
 
     def gradients_ready(self) -> None:
         """Called when this rank's own part of a backward pass is done."""
@@ -122,7 +145,7 @@ class ProgressRecord(ProgressListener):
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.fields = Layout.from_buffer(memory)
-        self.fields.layout, self.fields.process = LAYOUT, os.getpid()
+        self.fields.layout, self.fields.process, self.fields.callee = LAYOUT, os.getpid(), -1
         self._phase = ""
         self._began = time.monotonic_ns()  # the phase
         self._ready: int | None = None  # when this rank's own part of a backward pass was done
@@ -154,15 +177,21 @@ class ProgressRecord(ProgressListener):
         del direct
         place, name, now = _bytes(site)[-400:], _bytes(operation)[:32], time.monotonic_ns()
         fields = self.fields  # the lines of _writing, for speed: a script may call thousands of collectives a second
-        fields.version += 1
+        fields.version |= 1
         fields.entered += 1
         fields.call_time, fields.operation, fields.site = now, name, place
-        fields.version += 1
+        fields.version = (fields.version | 1) + 1
 
     def exit_collective(self) -> None:
         self.fields.left = self.fields.entered
         if self._phase != "wait":  # what a backward pass waits for is counted as its wait
             self._wait_since(self.fields.call_time)
+
+    def set_calls(self, call: str, callee: int, site: str, serving: str) -> None:
+        with self._writing() as fields:
+            fields.calls += 1
+            fields.callee, fields.call, fields.call_site = callee, _bytes(call)[:200], _bytes(site)[-400:]
+            fields.serving = _bytes(serving)[:200]
 
     def gradients_ready(self) -> None:
         self._ready = time.monotonic_ns()
@@ -185,9 +214,10 @@ class ProgressRecord(ProgressListener):
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[Layout]:
-        self.fields.version += 1
+        """Makes the version odd meanwhile, and even in the end also where two threads write at once."""
+        self.fields.version |= 1
         yield self.fields
-        self.fields.version += 1
+        self.fields.version = (self.fields.version | 1) + 1
 
 
 _listeners: list[ProgressListener] = []  # this process's own record first; empty where nobody watches
@@ -303,6 +333,7 @@ def _emitter(event: str) -> Callable[..., None]:
 # Each calls the method of ProgressListener of the same name, of every listener.
 enter_collective = _emitter("enter_collective")
 exit_collective = _emitter("exit_collective")
+set_calls = _emitter("set_calls")
 gradients_ready = _emitter("gradients_ready")
 backward_done = _emitter("backward_done")
 bucket_filled = _emitter("bucket_filled")
@@ -333,6 +364,11 @@ def read(descriptor: int) -> Progress:
         data=fields.data / 1e9,
         non_training=fields.non_training / 1e9,
         load=fields.load,
+        calls=fields.calls,
+        callee=fields.callee,
+        call=fields.call.decode(errors="replace"),
+        call_site=fields.call_site.decode(errors="replace"),
+        serving=fields.serving.decode(errors="replace"),
     )
 
 

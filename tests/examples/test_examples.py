@@ -102,6 +102,43 @@ def test_hello_adds_up_under_torchrun():
     assert sorted(re.findall(r"rank ([01]) of 2 on cpu: the sum is 3 of 3", process.stdout)) == ["0", "1"]
 
 
+def trained(text, steps):
+    """Checks what the parameter server printed; returns how far its weights are from those of one process."""
+    assert re.search(rf"2 trainers, {steps} steps, last loss \d\.\d{{3}}\n", text), text
+    assert "one process, 48 steps" in text
+    return largest(text)
+
+
+def test_a_parameter_server_trains_as_one_process_does():
+    process = run(commands_of(ROOT / "examples" / "rpc_parameter_server.py")[0].words())
+    assert process.returncode == 0, process.stderr
+    assert trained(process.stdout, 48) < ROUNDING
+    assert "You are using a Backend" not in process.stderr
+
+
+@pytest.mark.prove
+def test_asynchronous_trainers_make_steps_of_their_own(said):
+    _, asynchronous = said("rpc_parameter_server.py")
+    assert trained(asynchronous, 96) > 1e-4
+
+
+def caught(text):
+    """Returns the share of balls that were caught in the last round, and the weights."""
+    ((share, weights),) = re.findall(r"(\d+)% of the last balls were caught; weights ([0-9a-f]{16})\n", text)
+    return int(share), weights
+
+
+def test_an_agent_learns_from_observers_on_other_ranks():
+    process = run(commands_of(ROOT / "examples" / "rpc_reinforcement.py")[0].words())
+    assert process.returncode == 0, process.stderr
+    assert caught(process.stdout)[0] > 50  # one that does not move catches 14
+
+
+@pytest.mark.prove
+def test_what_an_agent_learns_does_not_depend_on_where_the_observers_are(said):
+    assert len({caught(text) for text in said("rpc_reinforcement.py")}) == 1
+
+
 @pytest.mark.prove
 def test_hello_adds_up_on_whatever_started_it(said):
     *two, alone = said("hello_process_group.py")

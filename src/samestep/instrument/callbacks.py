@@ -137,6 +137,9 @@ class Callbacks:
     def after_collective(self, call: CollectiveCall, *, waits: bool) -> None:
         """The rank has left a collective; `waits` says that its tensors are not filled yet."""
 
+    def on_rpc(self, call: str, callee: int, site: str, serving: str) -> None:
+        """Calls of torch.distributed.rpc have begun or ended; the arguments are those of `progress.set_calls`."""
+
     # --- the rest ---
 
     def on_random(self, name: str, where: str, value: Any) -> Any:

@@ -63,9 +63,14 @@ def _run(collective: CollectiveCall, original: Any) -> Any:
 def _init(original: Any, *args: Any, **kwargs: Any) -> None:
     for one in listeners("before_init"):
         kwargs = one.before_init(kwargs)
+    run_collective(original, "init_process_group", args, kwargs)
+    call("after_init")
+
+
+def run_collective(original: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Reports that the rank enters and leaves a function that all ranks call, and none of those that it calls."""
     _inside.collective = True
     try:
-        _run(CollectiveCall(original, "init_process_group", args, kwargs), original)
+        _run(CollectiveCall(original, name, args, kwargs), original)
     finally:
         _inside.collective = False
-    call("after_init")

@@ -261,16 +261,19 @@ def _name(pid: int) -> str:
     return str(pid)
 
 
-def stat_fields(pid: int) -> list[str]:
-    """Returns what the kernel says of a process from its state on (proc_pid_stat(5)); nothing of one that is gone."""
+def stat_fields(pid: int | str) -> list[str]:
+    """Returns what the kernel says of a process from its state on (proc_pid_stat(5)); nothing of one that is gone.
+
+    Of one of its threads, "PID/task/TID", likewise.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
 
 
-def stat_of(pid: int) -> tuple[str, float]:
-    """Returns the kernel's letter for a process, Z for one that is gone, and the seconds that its threads computed."""
+def stat_of(pid: int | str) -> tuple[str, float]:
+    """Returns the kernel's letter for a process or thread, Z for one that is gone, and the seconds that it computed."""
     fields = stat_fields(pid)
     if not fields:
         return "Z", 0.0

@@ -8,7 +8,7 @@ from typing import Any
 
 from samestep import progress
 from samestep.launch.rank.control import RankPipe
-from samestep.launch.rank.user_code import place_in, text_of
+from samestep.launch.rank.user_code import SERVED, place_in, text_of
 
 
 class RankProcess:
@@ -37,7 +37,8 @@ class RankProcess:
     def position(self) -> tuple[bytes, dict[str, Any]]:
         """Returns the stacks that it was asked for, and the message that tells the user's own line in them."""
         stacks = self.new_stacks()
-        where, source = place_in(stacks.decode(errors="replace"))
+        serving = SERVED if self.progress().serving else None
+        where, source = place_in(stacks.decode(errors="replace"), serving)
         return stacks, {"rank": self.rank, "where": where, "source": source}
 
     def place_of_death(self, show: Callable[[bytes], object]) -> tuple[str | None, str | None]:

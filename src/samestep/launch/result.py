@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from samestep.launch.rank.failure import FailureRecord, one_line
+from samestep.launch.rank.failure import RPC_TIMEOUT, FailureRecord, one_line
 from samestep.paths import rank_file
 from samestep.text import plural, rank_list
 
@@ -225,6 +225,8 @@ def _headline(failure: FailureRecord, result: RunResult) -> str:
     who = f"rank {failure.rank} of {result.size}"
     if result.size > 1 and len(result.same_failure) == result.size:
         who = f"all {result.size} ranks"
+    if failure.lost_peer and RPC_TIMEOUT in failure.message:
+        return f"{who} waited for a call of torch.distributed.rpc for too long: {one_line(failure.message)}"
     if failure.lost_peer:
         lost = "lost its connection to other ranks, and no rank reported a cause"
         return f"{who} {lost}: {one_line(failure.message)}"

@@ -135,7 +135,9 @@ class Supervisor:
         trained = len(self._steps) == self._size > 1 and all(self._steps.values())
         return replace(
             found,
-            positions={rank: positions[rank] for rank in found.lost_peer_ranks if rank in positions},
+            positions={
+                rank: positions[rank] for rank in (*found.lost_peer_ranks, *found.no_error_ranks) if rank in positions
+            },
             saved=self._saved,
             save_timed_out=self._grace if self._save_timed_out else None,
             step=max(self._steps.values(), default=0),

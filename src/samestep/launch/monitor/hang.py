@@ -5,6 +5,7 @@
     all wait in collectives, and not in the same                each for others: nothing can go on any more
     all wait in the same                                        messages do not arrive
     none is in a collective that shows, and all sleep           the one that is behind
+    some wait for calls of torch.distributed.rpc                those that have not returned; who serves waits for none
 
 A hang is no progress of any rank for max(10 s, 5 times the 99th percentile of a step). Long work is none: what happens
 before the second step (compilation, a download), evaluations, saves, and whatever computes while nobody waits. What
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from samestep.launch.monitor.heartbeat import BACKWARD, RankHeartbeat
+from samestep.progress import SHUTDOWN
 from samestep.text import rank_list
 
 DEADLOCK = "the ranks wait in different collectives, each for the others"  # so none is known to be the culprit
@@ -30,7 +32,7 @@ RECENT_S = 3.0  # within which what computes has been seen computing
 FROZEN = {"T", "t"}
 _LONG = {"evaluate", "save", "load"}
 
-Kind = Literal["frozen", "busy", "disk", "asleep", "mismatch", "lost"]
+Kind = Literal["frozen", "busy", "disk", "asleep", "mismatch", "lost", "call"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class Hang:
 
     Attributes:
         kind: of the ranks that hold it up: frozen, computing, waiting for a disk, asleep; or "mismatch" of collectives,
-            or "lost" messages.
+            or "lost" messages, or a "call" of torch.distributed.rpc.
         culprits: those ranks.
         since_progress: seconds since the last progress of any rank.
         certain: whether it cannot go on by itself.
@@ -87,6 +89,11 @@ def _diagnose(ranks: Sequence[RankHeartbeat], least: float, behind: Sequence[int
     frozen = [each for each in ranks if each.state in FROZEN]
     if frozen:
         return _hang("frozen", frozen, since)
+    calling = [each for each in ranks if each.callee >= 0]
+    if calling:
+        timeout = LONGER * allowed if _is_early(ranks) else allowed
+        return None if since < timeout else _hang("call", _not_returned(ranks, calling), since)
+    ranks = [each for each in ranks if each.call != SHUTDOWN] or ranks
     inside, outside = [each for each in ranks if each.operation], [each for each in ranks if not each.operation]
     if not outside:
         return _all_in_collectives(inside, since)
@@ -113,6 +120,12 @@ def _all_in_collectives(inside: Sequence[RankHeartbeat], since: float) -> Hang |
     if len({(each.entered, each.operation) for each in inside}) == 1:
         return _hang("lost", inside, since)
     return _hang("mismatch", _least_far(inside), since, certain=True)
+
+
+def _not_returned(ranks: Sequence[RankHeartbeat], calling: Sequence[RankHeartbeat]) -> Sequence[RankHeartbeat]:
+    """The ranks that are called and wait for no call themselves; without one, those that call."""
+    called = {each.callee for each in calling}
+    return [each for each in ranks if each.rank in called and each.callee < 0] or calling
 
 
 def _least_far(ranks: Sequence[RankHeartbeat]) -> Sequence[RankHeartbeat]:
@@ -146,19 +159,28 @@ def describe_hang(hang: Hang, ranks: Mapping[int, RankHeartbeat], positions: Map
         positions: by rank, its own line, where it is known.
     """
     lines = [f"no progress for {hang.since_progress:.0f} s: {_headline(hang, ranks)}"]
+    silent = [ranks[rank] for rank in hang.culprits if hang.kind == "call" and not ranks[rank].serving]
+    answers = [each.rank for each in silent if each.callee < 0]
     groups: dict[str, list[int]] = {}
     for rank in (*hang.culprits, *(rank for rank in sorted(ranks) if rank not in hang.culprits)):
         groups.setdefault(_doing(ranks[rank], positions.get(rank)), []).append(rank)
-    return lines + [f"    {rank_list(members)} {doing}" for doing, members in groups.items()]
+    lines += [f"    {rank_list(members)} {doing}" for doing, members in groups.items()]
+    if answers:
+        lines.append(f"    {rank_list(answers)}: the function has returned a future that is not complete yet")
+    return lines
 
 
 def _headline(hang: Hang, ranks: Mapping[int, RankHeartbeat]) -> str:
     who, several = rank_list(hang.culprits), len(hang.culprits) > 1
     are = "are" if several else "is"
-    others = [rank for rank in ranks if rank not in hang.culprits]
+    calls = list(dict.fromkeys(each.call for each in ranks.values() if each.callee in hang.culprits))
+    others = [rank for rank in ranks if rank not in hang.culprits and (not calls or ranks[rank].callee >= 0)]
     waiting = f"{rank_list(others)} {'is' if len(others) == 1 else 'are'} waiting for {'them' if several else 'it'}"
     wait = f"; {waiting}" if others else ""
     return {
+        "call": f"{who} {'have' if several else 'has'} not returned from {' and '.join(calls)}{wait}"
+        if calls
+        else "the ranks wait for calls of each other",
         "frozen": f"{who} {are} frozen, by SIGSTOP, Ctrl-Z or a debugger{wait}",
         "busy": f"{who} {are} computing but {'do' if several else 'does'} not finish a step{wait}",
         "disk": f"{who} {are} waiting for a disk{wait}",
@@ -176,6 +198,12 @@ def _doing(rank: RankHeartbeat, position: str | None) -> str:
     if rank.operation:
         number = "" if rank.operation == BACKWARD else f", collective {rank.entered}"
         return f"in {rank.operation}{number}{place or (f' at {rank.site}' if rank.site else '')}{step}"
+    if rank.serving:
+        return f"in a call of {rank.serving}{place}{step}"
+    if rank.callee >= 0:
+        return f"waiting for {rank.call} on rank {rank.callee}{place or f' at {rank.call_site}'}{step}"
+    if rank.call == SHUTDOWN:
+        return f"in {SHUTDOWN}, serving calls{place}{step}"
     doing = "computing" if _is_busy(rank) else "waiting for a disk" if rank.state == "D" else "asleep"
     phase = f", in phase {rank.phase!r}" if rank.phase else ""
     return f"{doing}{place}{phase}{step}"

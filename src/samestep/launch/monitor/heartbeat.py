@@ -29,6 +29,7 @@ COMPUTES = 0.1  # of one core, beyond what threads that wait for messages use
 READS = 1 << 14  # bytes a second, read or written; a slow network's are among them
 SUSPENDED_S = 5.0  # between two looks, after which this process itself has been stopped, and its ranks with it
 BACKWARD = "the all-reduce of a backward pass"
+REACTOR = "TP_SHM_reactor"  # TensorPipe's name of its thread
 _KEPT = 200  # steps whose durations are kept
 
 
@@ -48,6 +49,10 @@ class RankHeartbeat:
         site: where the script called it.
         phase: as in its record.
         p99_step: seconds that 99 of 100 of its steps do not exceed.
+        callee: the rank that its oldest call of torch.distributed.rpc waits for, -1 without one.
+        call: the function called, or SHUTDOWN in rpc.shutdown.
+        call_site: where the script calls it.
+        serving: the function that runs longest here for another rank.
     """
 
     rank: int
@@ -61,6 +66,10 @@ class RankHeartbeat:
     site: str
     phase: str
     p99_step: float
+    callee: int = -1
+    call: str = ""
+    call_site: str = ""
+    serving: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +179,10 @@ def _heartbeat(rank: int, pid: int, record: Progress, seen: _Seen, state: str, n
         site=record.site if record.in_collective else "",
         phase=record.phase,
         p99_step=durations[int(0.99 * (len(durations) - 1))] if durations else 0.0,
+        callee=record.callee,
+        call=record.call,
+        call_site=record.call_site,
+        serving=record.serving,
     )
 
 
@@ -180,7 +193,7 @@ def _timing(rank: int, record: Progress, at: float) -> StepTiming:
 
 def _update(seen: _Seen, pid: int, record: Progress, now: float) -> str:
     """Takes down what has changed since the last look; returns the kernel's letter."""
-    place = (record.step, record.entered, record.left, record.phase, record.phase_since)
+    place = (record.step, record.entered, record.left, record.phase, record.phase_since, record.calls)
     if place != seen.record:
         seen.record, seen.progressed = place, now
     if record.step != seen.step and record.changed is not None:
@@ -189,6 +202,8 @@ def _update(seen: _Seen, pid: int, record: Progress, now: float) -> str:
         seen.step, seen.stepped = record.step, record.changed
     state, computed = stat_of(pid)
     transferred = _transferred(pid)
+    if record.calls:
+        computed -= _polling(pid)
     for child in children(pid):
         computed += stat_of(child)[1]
         transferred += _transferred(child)
@@ -198,6 +213,15 @@ def _update(seen: _Seen, pid: int, record: Progress, now: float) -> str:
         seen.active = now
     seen.looked, seen.computed, seen.transferred = now, computed, transferred
     return state
+
+
+def _polling(pid: int) -> float:
+    """Returns the processor seconds of the thread in which torch.distributed.rpc polls shared memory all the time."""
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with suppress(OSError):
+            if (task / "comm").read_text(encoding="utf-8", errors="replace").strip() == REACTOR:
+                return stat_of(f"{pid}/task/{task.name}")[1]
+    return 0.0
 
 
 def _transferred(pid: int) -> int:

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from samestep.launch.monitor import flight_recorder
-from samestep.launch.rank.user_code import UNKNOWN, own_line, tried
+from samestep.launch.rank.user_code import SERVED, UNKNOWN, own_line, tried
 
 CHUNK = 1 << 16  # bytes read at a time
 FLUSH_S = 0.3  # how long leaving may wait for a stream that another thread holds
@@ -120,7 +120,13 @@ class Control:
         os._exit(code)
 
     def _position(self) -> tuple[str | None, str | None]:
-        frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001  (documented; the name only looks private)
+        """Returns the line of the main thread, or of what it serves another rank with (torch.distributed.rpc)."""
+        frames = sys._current_frames()  # noqa: SLF001  (documented; the name only looks private)
+        stacks = [traceback.extract_stack(frame) for frame in frames.values()]
+        served = [stack for stack in stacks if any(SERVED.endswith(f" {frame.name}") for frame in stack)]
+        if served:
+            return own_line(served[0])
+        frame = frames.get(self._main or 0)
         return own_line(traceback.extract_stack(frame)) if frame is not None else (None, None)
 
 

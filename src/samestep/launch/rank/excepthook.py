@@ -19,7 +19,7 @@ from contextlib import suppress
 from traceback import walk_tb
 
 from samestep.errors import PeerError, RankFailure, SamestepError
-from samestep.launch.rank.failure import FailureRecord, one_line
+from samestep.launch.rank.failure import RPC_TIMEOUT, FailureRecord, one_line
 from samestep.launch.rank.user_code import below_the_launcher, format_traceback, is_user_file, text_in, tried
 
 
@@ -31,8 +31,12 @@ def print_exception(error: BaseException, failure: FailureRecord, *, launched: b
     elif failure.in_short:
         write_stderr(f"samestep: stops at {failure.where} with {failure.exception}; the rank's log has the traceback\n")
     elif launched and failure.lost_peer and not failure.usage:
-        lost = f"lost its connection to other ranks at {failure.where}: {one_line(failure.message)}"
-        write_stderr(f"{lost} (traceback in rank{failure.rank}.error.json)\n")
+        lost = "lost its connection to other ranks"
+        if RPC_TIMEOUT in failure.message:
+            lost = "waited for a call of torch.distributed.rpc for too long"
+        write_stderr(
+            f"{lost} at {failure.where}: {one_line(failure.message)} (traceback in rank{failure.rank}.error.json)\n"
+        )
     elif not (launched and failure.usage) and not isinstance(error, KeyboardInterrupt):
         _print_traceback(error)  # a usage error is the launcher's to show, once for all ranks
 

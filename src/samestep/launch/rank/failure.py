@@ -37,17 +37,23 @@ from samestep.launch.rank.user_code import (
 from samestep.launch.resources import KERNEL_KILLED, counts_own_kills
 from samestep.rankenv import variable
 
-# What gloo, NCCL and the store say when a peer is gone or silent. They name an address, never a rank.
+RPC_TIMEOUT = "RPC ran for more than set timeout"
+# What gloo, NCCL, the store and TensorPipe say when a peer is gone or silent. They name an address, never a rank.
 LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket (closed|timeout)|timed out|wait timeout|"
     r"peer (closed|is gone)|remote (process|peer) (exited|has)|nccl(Remote|System)Error|ncclUnhandledCudaError|"
-    r"NCCL communicator was aborted|failed to (recv|pass)|unexpected end of stream",
+    r"NCCL communicator was aborted|failed to (recv|pass)|unexpected end of stream|originated at tensorpipe/|"
+    + RPC_TIMEOUT,
     re.IGNORECASE,
 )
 # How they begin where nothing else tells whose they are: gloo's place in its source, NCCL's name, the store's words.
-NATIVE = re.compile(r"^\[\S+:\d+\] |\bnccl|^wait timeout after|TCPStore|ProcessGroup", re.IGNORECASE)
+NATIVE = re.compile(
+    r"^\[\S+:\d+\] |\bnccl|^wait timeout after|TCPStore|ProcessGroup|originated at tensorpipe/|^RPCErr:", re.IGNORECASE
+)
 MOST_TEXT = 1 << 16  # characters of a message or a traceback that travel; the rank's own log has them all
 _SPAWNED_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+_CALLED = re.compile(r"On WorkerInfo\(id=(\d+), name=([^\n]+)\):\n(?!.*On WorkerInfo)", re.DOTALL)  # the innermost
+_RAISED = re.compile(r"^  .*\n(\w[\w.]*)(?:: (.*))?$", re.MULTILINE)  # the last line of a traceback
 
 Kind = Literal[
     "exception", "exit", "signal", "oom", "early_exit", "lost_host", "hang", "deadlock", "different_collectives"
@@ -113,6 +119,8 @@ def describe(error: BaseException, rank: int) -> FailureRecord:
         lost_peer=tried(lambda: lost_peer(error), False),
         usage=isinstance(error, UsageError | RendezvousError),
     )
+    if (called := _CALLED.search(message)) is not None:
+        return tried(lambda: _raised_in_call(message, called, failure), failure)
     if type(error).__name__ == "ProcessRaisedException":  # torch.multiprocessing may never have been imported
         return tried(lambda: _raised_in_spawned(error, failure), failure)
     if type(error).__name__ == "ProcessExitedException":
@@ -201,7 +209,23 @@ def one_line(message: str) -> str:
     'Read error [127.0.0.1]:9: Connection reset by peer'
     """
     first = message.splitlines()[0] if message else "no message"
-    return re.sub(r"^\[\S+:\d+\] ", "", first).partition(". This is typically")[0]
+    return re.sub(r"^(\[\S+:\d+\] |RPCErr:\d+:)", "", first).partition(". This is typically")[0]
+
+
+# --- calls of torch.distributed.rpc ---------------------------------------------------------------
+
+
+def _raised_in_call(message: str, called: re.Match[str], failure: FailureRecord) -> FailureRecord:
+    """It is raised again by the caller, with the text of the traceback that the other rank had."""
+    text = message[called.end() :]
+    frames = [traceback.FrameSummary(file, int(line), name) for file, line, name in _SPAWNED_FRAME.findall(text)]
+    where, source = own_line(traceback.StackSummary.from_list(frames))
+    raised = _RAISED.search(text)
+    if where is None or raised is None:
+        return failure
+    caller = "" if failure.where is None else f", called at {failure.where}"
+    said = f"{raised[2] or ''} (on {called[2]}, rank {called[1]}{caller})".lstrip()
+    return replace(failure, exception=raised[1], message=said, where=where, source=source)
 
 
 # --- ranks that the script spawned ----------------------------------------------------------------

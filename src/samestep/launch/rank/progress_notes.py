@@ -5,6 +5,7 @@ script starts itself, with multiprocessing or torch.multiprocessing, are recogni
 group; until then nothing is written of them.
 
     dist.all_reduce(x)             entered 4, left 3, "all_reduce", "train.py:12"
+    rpc.rpc_sync("worker1", f)     call "f", callee 1, "train.py:12"; there: serving "f"
     a DataLoader's next batch      phase "data", as within samestep.shards; and how many numbers are in it
     model.eval()                   phase "evaluate", until model.train(), or the next backward pass or step
     a backward pass                phase "backward"; from the last gradient of a DistributedDataParallel on, it waits
@@ -25,7 +26,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from samestep import progress
-from samestep.instrument import collectives, dataloader, training
+from samestep.instrument import collectives, dataloader, rpc, training
 from samestep.instrument.callbacks import Callbacks, LoaderPass, subscribe
 from samestep.instrument.collective_call import CollectiveCall
 
@@ -43,7 +44,7 @@ def begin(joined: Callable[[], None] | None = None) -> None:
     subscribe(
         ProgressNotes(joined),
         *(training.optimizers, training.wrappers, training.modes, training.backward_passes),
-        *(dataloader.batches, collectives.collectives),
+        *(dataloader.batches, collectives.collectives, rpc.calls),
     )
 
 
@@ -61,6 +62,9 @@ class ProgressNotes(Callbacks):
 
     def on_exit_collective(self) -> None:
         progress.exit_collective()
+
+    def on_rpc(self, call: str, callee: int, site: str, serving: str) -> None:
+        progress.set_calls(call, callee, site, serving)
 
     def on_enter_step(self, optimizer: Any) -> None:
         del optimizer

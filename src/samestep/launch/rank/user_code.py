@@ -21,6 +21,7 @@ PACKAGE = str(Path(__file__).resolve().parents[2])
 _LAUNCH = (f"{Path(__file__).parents[1]}/", f"{PACKAGE}/launch/")
 _RECIPES = f"{PACKAGE}/recipes"  # users of the public API: their lines are a user's lines
 UNKNOWN: tuple[str | None, str | None] = (None, None)
+SERVED = " in _run_function"  # torch.distributed.rpc calls it for another rank
 Read = TypeVar("Read")
 
 _start: list[str] = []  # the directory that this process was started in
@@ -134,23 +135,28 @@ def format_traceback(error: BaseException) -> str:
 # --- faulthandler's stacks ------------------------------------------------------------------------
 
 
-def place_in(text: str) -> tuple[str | None, str | None]:
+def place_in(text: str, frame: str | None = None) -> tuple[str | None, str | None]:
     r"""Returns "file:line" and text of the user's own innermost line, of the current thread, else of the main one.
+
+    With `frame`, the end of a line about a frame, it is the thread that has such a frame, where one has.
 
     >>> place_in('Current thread 0x0 (most recent call first):\n  File "a.py", line 3 in f\n')[0]
     'a.py:3'
     """
     threads: list[list[str]] = []
-    current = None
+    current = found = None
     for line in text.splitlines():
         if _THREAD.match(line):
             threads.append([])
             current = len(threads) - 1 if line.startswith("Current") else current
         elif threads and _FRAME.match(line):
             threads[-1].append(line)
+            if found is None and frame is not None and line.endswith(frame):
+                found = len(threads) - 1
     if not threads:
         return None, None
-    return own_line(_summary(threads[-1 if current is None else current]))  # the main thread is written last
+    chosen = current if found is None else found
+    return own_line(_summary(threads[-1 if chosen is None else chosen]))  # the main thread is written last
 
 
 def _summary(lines: list[str]) -> traceback.StackSummary:
