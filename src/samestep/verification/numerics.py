@@ -21,8 +21,10 @@ Gradients = Mapping[str, Tensor | None]  # by the parameters' names
 
 ABOVE_FLOOR = 20.0  # an error so many times the measured floor is no rounding any more
 ROUNDINGS = 1e3  # nor is one of so many units in the last place, where the floor happens to be lower
+_ROUNDINGS_OF_DOUBLE = 1e6  # no finer type tells rounding from a mistake there, and a mistake is larger than _EXACT
 ROUNDINGS_OF_HALF = 8.0  # of a type of 16 bits, in which no more is computed than that leaves right
 _HALF = 1e-4  # the unit roundoff of such a type is larger
+_DOUBLE = 1e-15  # that of float64 is smaller
 _SMALL = 1e-2  # of the whole gradient's size a number; a tensor with less is held against this
 _NEAR = 0.1  # of a tensor's norm: so far from a multiple of another it may be, and rounding is measured afterwards
 COARSEST = 1e-3  # a floor above it hides real mistakes
@@ -200,9 +202,13 @@ def limit(floor: float, gradients: Gradients, coarsest: float = 0.0) -> float:
 
     >>> limit(0.0, {"w": torch.ones(1)}) < 1e-4 < limit(0.0, {"w": torch.ones(1)}, coarsest=2**-11) < 1e-2
     True
+    >>> limit(0.0, {"w": torch.ones(1, dtype=torch.float64)}) < 1e-9
+    True
     """
     coarsest = max(coarsest, unit(gradients))
-    return max(ABOVE_FLOOR * floor, (ROUNDINGS_OF_HALF if coarsest > _HALF else ROUNDINGS) * coarsest)
+    by_type = ((_HALF, ROUNDINGS_OF_HALF), (_DOUBLE, ROUNDINGS), (0.0, _ROUNDINGS_OF_DOUBLE))
+    roundings = next((most for least, most in by_type if coarsest > least), 0.0)
+    return max(ABOVE_FLOOR * floor, roundings * coarsest)
 
 
 def is_rounding(error: float, in_float64: float) -> bool:

@@ -443,7 +443,9 @@ def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], 
         return run, Others(again, lambda: [run] if len(ranks) == 1 else of_ranks(ranks))
 
     def in_float64() -> tuple[Record, Run, Run]:
-        steps = record.steps if record.is_averaged_within else min(record.steps, numerics.STEPS_IN_FLOAT64)
+        kept = [step["event"] for rank in record.ranks[:1] for step in rank.steps if step["kept"] is not None]
+        enough = max([numerics.STEPS_IN_FLOAT64, *(number + 1 for number in kept)])  # every step that is compared
+        steps = record.steps if record.is_averaged_within else min(record.steps, enough)
         ranks = runner.recorded(f"{record.size} ranks in float64", record.size, steps=steps, double=True).record
         once = functools.partial(runner.alone, record=ranks, double=True)
         return ranks, once("the same in float64"), once("the same in float64, another order", permuted=True)
