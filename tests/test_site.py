@@ -215,6 +215,45 @@ def test_the_script_of_the_first_page_prints_what_the_page_says(tmp_path):
     assert epochs == pytest.approx(shown, rel=0.05)  # other processors round otherwise, and training amplifies it
 
 
+def first_script(*diffs):
+    """The script of the first page, with some of the page's diffs applied to it."""
+    text = (DOCS / "start.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    found = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
+    for number in diffs:
+        for old, new in re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)+)", found[number], re.MULTILINE):
+            old, new = ("".join(line[1:] for line in part.splitlines(keepends=True)) for part in (old, new))
+            assert code.count(old) == 1, f"the script has no such lines: {old}"
+            code = code.replace(old, new)
+    return code
+
+
+def started(folder, *command):
+    """What a command of samestep prints, without what it says of itself."""
+    done = subprocess.run(
+        [sys.executable, "-m", "samestep", *command, "train.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return re.findall(r"epoch \d: loss .*", done.stdout)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("diffs", "ranks", "is_same"), [((0,), (1, 2), False), ((0, 1), (1, 2, 4), True), ((2,), (1, 2), True)]
+)
+def test_the_first_pages_changes_do_what_it_says(tmp_path, diffs, ranks, is_same):
+    pytest.importorskip("sklearn", reason="its digits are the example's data")
+    (tmp_path / "train.py").write_text(first_script(*diffs), encoding="utf-8")
+    said = [started(tmp_path, "run", "--fresh", "-n", str(number)) for number in ranks]
+    assert [len(one) for one in said] == [5] * len(ranks)
+    assert all(one == said[0] for one in said[1:]) is is_same
+    started(tmp_path, "verify")  # with exit code 0
+
+
 CUT_OFF = """
 [...document.querySelectorAll('article *')].filter((one) => {
   const box = one.getBoundingClientRect();
