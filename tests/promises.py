@@ -212,6 +212,9 @@ PROMISES: dict[str, list[str]] = {
         "tests/cli/test_checkpoint.py::test_verify_names_the_file_and_the_tensor_that_are_damaged",
         "tests/cli/test_checkpoint.py::test_verify_says_which_samples_were_lost",
     ],
+    "samestep doctor --all": [
+        "tests/doctor/test_doctor_command.py::test_a_terminal_shows_what_is_wrong_and_counts_the_rest",
+    ],
     "samestep doctor --hostfile": [
         "tests/launch/test_doctor_hosts.py::test_hosts_of_a_file_are_reached_by_pdsh_and_measured_on_the_interface_that_was_asked_for",
     ],

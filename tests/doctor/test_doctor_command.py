@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ import pytest
 
 from samestep.cli import doctor, main
 from samestep.doctor import checks
+from samestep.doctor.finding import Finding, ok
 from samestep.errors import UsageError
 from samestep.launch.hosts.mpiexec import mpiexec
 from samestep.rankenv import fresh_environment
@@ -84,7 +86,25 @@ def test_a_variable_that_ends_training_is_found_and_so_is_what_it_does(asked) ->
     assert "eth77" in found["step over gloo"]["text"]
     assert "samestep run -n 2 -m samestep.doctor.step" in found["step over gloo"]["fix"]
     assert "training would fail" in shown[-1]
-    assert not any(line.startswith("ok") for line in shown)
+    assert [line for line in shown if line.startswith("ok")] == [line for line in shown if "(--all shows them)" in line]
+
+
+def test_a_terminal_shows_what_is_wrong_and_counts_the_rest(asked, monkeypatch) -> None:
+    lines = [ok("python", "3.11"), ok("torch", "2.13"), Finding("disk", "warning", "full", "no room", "rm")]
+    monkeypatch.setattr("samestep.doctor.checks.run_checks", lambda *_: lines)
+    assert [line.split()[1] for line in asked()[1][:3]] == ["python", "torch", "disk"]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    _, shown, found = asked()
+    assert [" ".join(re.sub(r"\x1b\[[\d;]*m", "", line).split()) for line in shown] == [
+        "WARNING disk full",
+        "causes: no room",
+        "fix: rm",
+        "ok 2 other checks (--all shows them)",
+        "",
+        "training would work: 1 warning",
+    ]
+    assert sorted(found) == ["disk", "python", "torch"]
+    assert "python" in asked("--all")[1][0]
 
 
 @pytest.mark.usefixtures("quick")
@@ -124,6 +144,7 @@ def test_processes_of_mpiexec_are_looked_at_together(tmp_path: Path) -> None:
     [
         (["--via", "pdsh"], "--via is about other hosts"),
         (["--hosts", "a", "--hostfile", "b"], "both say which hosts"),
+        (["--all", "--wrong"], "exclude each other"),
         (["--hosts", "a,,b"], "a,,b"),
         (["--json", "no/such/folder/file"], "no directory no/such/folder"),
         (["--host", "a"], "did you mean --hosts"),

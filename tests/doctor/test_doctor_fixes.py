@@ -19,7 +19,7 @@ from samestep.launch.hosts.network import Interface
 PROGRAMS = {
     *("cat", "df", "docker", "du", "echo", "export", "findmnt", "ip", "kill", "known", "mkdir", "modprobe", "mount"),
     *("mpiexec", "mv", "nvidia-smi", "prlimit", "ps", "python", "samestep", "sinfo", "ss", "ssh", "sysctl", "taskset"),
-    *("scontrol", "sh", "timedatectl", "top", "tracepath", "ulimit", "unset", "apt-get", "chmod", "ibstat"),
+    *("scontrol", "sh", "timedatectl", "top", "tracepath", "ulimit", "unset", "apt-get", "getent", "chmod", "ibstat"),
 }
 LINK = {"latency_s": 1e-4, "bytes_per_s": 1e7, "offset_s": 0.001}
 ODD = {

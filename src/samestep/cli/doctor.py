@@ -23,7 +23,8 @@ __all__ = ["main"]
 DESCRIPTION = """Looks at this machine, or at several, as a training would find them: versions that do not fit, GPUs in
 use, cores and memory, /dev/shm, limits, the disk, names and networks, variables that surprise; and two
 ranks take a real step of DistributedDataParallel over every backend. Each line is ok, or says what is
-wrong, what that will cause, and the command that fixes it. It changes nothing, and takes some seconds.
+wrong, what that will cause, and the command that fixes it. On a terminal, lines that are ok are counted.
+It changes nothing, and takes some seconds.
 
 Between hosts: every pair's latency and bandwidth, clocks, and whether a folder is shared and locks hold."""
 
@@ -34,7 +35,8 @@ EXAMPLES = """examples:
   srun --nodes 2 --ntasks-per-node 1 samestep doctor        inside a job of Slurm
   mpiexec -n 2 samestep doctor                  as mpiexec starts ranks
   samestep doctor --json doctor.json            for programs; - is standard output
-  samestep doctor --wrong                       only what is not ok
+  samestep doctor --all                         on a terminal, also what is ok
+  samestep doctor --wrong                       in a file or pipe, only what is not ok
 
 exit code: 1 when training would fail, else 0; 2 for a usage error."""
 
@@ -49,6 +51,8 @@ NARROWEST = 30  # letters in a line
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     options = _parser().parse(arguments)
+    if options.all and options.wrong:
+        raise UsageError("--all and --wrong exclude each other: give one of them")
     if options.json is not None and str(options.json) != STANDARD:
         check_json(options.json)
     lines, shows = _look(options)
@@ -66,7 +70,8 @@ def _parser() -> Parser:
     add("--ssh-args", metavar="TEXT", default="", help="more options for ssh: --ssh-args '-p 2222 -F config'")
     add("--remote-python", metavar="PATH", help="the interpreter there, if it is not where it is here")
     add("--interface", metavar="NAME", help="the network between the hosts; found by trying them if not given")
-    add("--wrong", action="store_true", help="show only what is not ok")
+    add("--all", action="store_true", help="show every line (default, unless on a terminal)")
+    add("--wrong", action="store_true", help="show only what is not ok (default on a terminal)")
     add("--json", metavar="FILE", type=Path, help="write all lines to this file; - is standard output")
     return parser
 
@@ -131,7 +136,7 @@ def _tell(lines: Sequence[Finding], options: argparse.Namespace, code: int) -> i
         return code
     here = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if here else None
-    for line in shown(lines, wrong=options.wrong, coloured=here, width=width):
+    for line in shown(lines, wrong=options.wrong or (here and not options.all), coloured=here, width=width):
         print(line)
     return write_json(options.json, found, code)
 
@@ -143,10 +148,14 @@ def shown(lines: Sequence[Finding], *, wrong: bool, coloured: bool, width: int |
         common = Finding(line.check, line.level, line.text, line.effect, line.fix)
         hosts.setdefault(common, []).append(line.host)
     everybody = len({line.host for line in lines if line.host})
+    hidden = [line for line in hosts if wrong and line.level == "ok"]
     found: list[str] = []
     for line, named in hosts.items():
-        if not wrong or line.level != "ok":
+        if line not in hidden:
             found += _lines(line, _where(named, everybody), coloured=coloured, width=width)
+    if hidden:
+        others = f"{len(hidden)} other" if found else f"all {len(hidden)}"
+        found += _lines(Finding(f"{others} checks", "ok", "(--all shows them)"), "", coloured=coloured, width=width)
     return [*found, "", verdict(lines)]
 
 

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from samestep.doctor.finding import Finding, ok
-from samestep.doctor.fixes import as_root, hosts_entry, samestep
+from samestep.doctor.fixes import as_root, samestep
 from samestep.text import format_bytes, format_duration, plural
 
 __all__: list[str] = []
@@ -72,8 +72,10 @@ def _names(hosts: Sequence[str], unknown: Sequence[Sequence[int]], addresses: Se
         if others:
             text = f"{', '.join(hosts[other] for other in others)}: not known on {hosts[rank]}"
             effect = "torchrun, and scripts that are given the name, fail there; samestep run goes by addresses"
-            entries = [hosts_entry(f"{addresses[other]} {hosts[other]}", first=False) for other in others]
-            yield Finding("names", "note", text, effect, f"{' && '.join(entries)}  # on {hosts[rank]}")
+            known = ", ".join(f"{hosts[other]} is {addresses[other]}" for other in others)
+            names = " ".join(hosts[other] for other in others)
+            fix = f"getent hosts {names}  # on {hosts[rank]}; torchrun takes addresses too: {known}"
+            yield Finding("names", "note", text, effect, fix)
     if not any(unknown):
         yield ok("names", "each host knows the others")
 

@@ -74,6 +74,7 @@ def own_name(name: str, found: Sequence[Interface]) -> Finding:
     known = {interface.address for interface in found}
     if outer is not None and all(str(address).startswith("127.") for address in led):
         effect = "torchrun's ranks on other hosts that are told it connect to themselves; samestep run does not use it"
+        fix = f"ip -4 -brief address  # give torchrun on other hosts {outer} instead of the name"
         return Finding("own name", "note", text, effect, fix)
     if not any(str(address) in known or str(address).startswith("127.") for address in led):
         effect = "ranks on other hosts that are told it reach somebody else"
