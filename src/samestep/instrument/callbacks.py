@@ -158,6 +158,11 @@ class Callbacks:
         del start, arguments, processes
         return False
 
+    def on_process(self, process: Any) -> bool:
+        """The script is about to start a process of `multiprocessing`; returns whether that has been done for it."""
+        del process
+        return False
+
     def on_print(self, text: Callable[[], str], where: str) -> None:
         """The script has printed a text, which is made when it is asked for."""
 

@@ -15,7 +15,7 @@ from samestep.launch.rank.user_code import relative_path
 
 saves_and_loads = Group()  # reports torch.save and torch.load
 prints = Group()  # what the script prints on standard output, or logs
-spawns = Group()  # torch.multiprocessing's `spawn` and `start_processes`
+spawns = Group()  # torch.multiprocessing's `spawn` and `start_processes`, and Process.start
 
 _MAX_PRINTED = 400
 
@@ -88,3 +88,29 @@ def _start_processes(
     if any(one.on_spawn(fn, args, nprocs) for one in listeners("on_spawn")):
         return None if join else _Ended()
     return original(fn, args, nprocs, join, *rest, **kwargs)
+
+
+class _EndedPopen:
+    """What a `multiprocessing.Process` holds of its process, of one that has ended with exit code 0."""
+
+    pid = os.getpid()
+    sentinel = -1
+    returncode = 0
+
+    def poll(self, *_: Any) -> int:
+        return 0
+
+    def wait(self, *_: Any, **__: Any) -> int:
+        return 0
+
+    def close(self) -> None: ...
+
+    terminate = kill = close
+
+
+@spawns.patch("multiprocessing.process", "BaseProcess.start")
+def _start(original: Any, process: Any) -> None:
+    if any(one.on_process(process) for one in listeners("on_process")):
+        process._popen = _EndedPopen()  # noqa: SLF001
+        return
+    original(process)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -48,6 +49,12 @@ class RankContext:
 class Observer:
     """Watches one rank; every method does nothing until it is overridden."""
 
+    @classmethod
+    def ends_ranks_of(cls, starter: int) -> bool:
+        """Whether the ranks that the launcher's rank `starter` has spawned are to end before they join any other."""
+        del starter
+        return False
+
     def begin(self, context: RankContext) -> None:
         """Called before the script, on the main thread. It must not import torch: see `import_hooks.when_imported`."""
 
@@ -66,7 +73,7 @@ def begin(rank: int, size: int) -> None:
 
 
 def _watch_children(starter: int) -> None:
-    progress_notes.begin(_joined)
+    progress_notes.begin(_joined, _joining)
     os.register_at_fork(after_in_child=partial(_forked, starter))
     when_imported("multiprocessing.spawn", partial(_pass_on, starter))
 
@@ -77,11 +84,16 @@ def end(error: BaseException | None) -> None:
 
 
 def _load(context: RankContext) -> None:
-    for name in filter(None, (variable("SAMESTEP_OBSERVERS") or "").split(",")):
-        module, _, attribute = name.partition(":")
-        observer: Observer = getattr(import_module(module), attribute)()
+    for kind in _kinds():
+        observer = kind()
         observer.begin(context)
         _watching.append(observer)
+
+
+def _kinds() -> Iterator[type[Observer]]:
+    for name in filter(None, (variable("SAMESTEP_OBSERVERS") or "").split(",")):
+        module, _, attribute = name.partition(":")
+        yield getattr(import_module(module), attribute)
 
 
 def _folder() -> Path | None:
@@ -135,6 +147,12 @@ def _keep_record(logs: Path, starter: int, rank: int) -> Path:
     faulthandler.enable(file=stacks, all_threads=True)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     return folder
+
+
+def _joining() -> None:
+    """A process group is about to be initialised: ends a spawned rank that nobody is to watch."""
+    if _starter and not progress.is_attached() and any(kind.ends_ranks_of(_starter[0]) for kind in _kinds()):
+        raise SystemExit(0)
 
 
 def _joined() -> None:

@@ -35,23 +35,29 @@ LEARNT = 3  # backward passes in which all gradients are looked at; after the se
 _kept: set[int] = set()  # process groups that are never destroyed
 
 
-def begin(joined: Callable[[], None] | None = None) -> None:
+def begin(joined: Callable[[], None] | None = None, joining: Callable[[], None] | None = None) -> None:
     """Writes from now on.
 
     Args:
         joined: called each time a default process group has been initialised.
+        joining: called before one is initialised.
     """
     subscribe(
-        ProgressNotes(joined),
+        ProgressNotes(joined, joining),
         *(training.optimizers, training.wrappers, training.modes, training.backward_passes),
         *(dataloader.batches, collectives.collectives, rpc.calls),
     )
 
 
 class ProgressNotes(Callbacks):
-    def __init__(self, joined: Callable[[], None] | None = None) -> None:
-        self._joined = joined
+    def __init__(self, joined: Callable[[], None] | None = None, joining: Callable[[], None] | None = None) -> None:
+        self._joined, self._joining = joined, joining
         self._learning: list[LastGradients] = []
+
+    def before_init(self, options: dict[str, Any]) -> dict[str, Any]:
+        if self._joining is not None:
+            self._joining()
+        return options
 
     def after_init(self) -> None:
         if self._joined is not None:

@@ -500,8 +500,13 @@ class Recorder(Witness):
         if self.rank == 0 and self.order.get("killed_at") == optimizer.samestep_steps:
             kill_once_saved(Path(self.order["saves"]), self.journal)
 
-    def on_spawn(self, start: Any, arguments: Any, processes: int) -> bool:
+    @classmethod
+    def ends_ranks_of(cls, starter: int) -> bool:
         """Of several processes that each start all ranks, the first is enough."""
+        return starter > 0
+
+    def on_spawn(self, start: Any, arguments: Any, processes: int) -> bool:
+        """Stops there, where another process starts all ranks, too."""
         del start, arguments, processes
         if self.rank > 0:
             raise StopRecording(0)

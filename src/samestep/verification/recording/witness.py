@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import sys
 import weakref
@@ -32,6 +33,7 @@ from samestep.verification.recording.chance import Draws
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.inputs import Inputs, mixes_samples
 from samestep.verification.recording.optimizers import Optimizers
+from samestep.verification.recording.spawning import target_of
 from samestep.verification.recording.writes import Writes
 
 __all__: list[str] = []
@@ -63,7 +65,8 @@ class Witness(Observer, Callbacks):
         self.order = order
         self.writes = Writes.watch(order)
         self.journal = TraceWriter(folder, seat.rank)
-        self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), spawned=seat.spawned)
+        about = {"spawned": seat.spawned, "target": target_of(multiprocessing.current_process())}
+        self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), **about)
         self.optimizers = Optimizers(self.journal)
         self.inputs = Inputs(self.journal, unseen, self.forwarding, self.uses_untrained)
         buffers = self.optimizers.buffers_in_use

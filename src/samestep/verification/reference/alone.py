@@ -27,6 +27,7 @@ from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.judging.samples import passes
 from samestep.verification.recording.optimizers import digests, state_of, uncut
+from samestep.verification.recording.spawning import for_one_rank, run_as_one_rank, target_of
 from samestep.verification.recording.witness import StopRecording, Witness
 from samestep.verification.reference.brought import Brought
 from samestep.verification.reference.updates import UpdateReplay
@@ -75,6 +76,7 @@ class Alone(Witness):
         self._used = 0  # and how many of them have been trained on
         self._is_over = False  # a pass has yielded all it has, and its last batch may still be trained on
         self._spawned = False
+        self._target = next((event["target"] for event in first.of("begin") if event.get("spawned")), None)
         self.begin_watching()
         if self.record.is_by_hand:
             on_import("torch.nn.modules.module", self._watch_models)
@@ -91,10 +93,19 @@ class Alone(Witness):
 
     def on_spawn(self, start: Any, arguments: Any, processes: int) -> bool:
         """Is the one rank that a script starts by itself, in this process."""
-        del processes
         self._spawned = True
         sys.modules.setdefault("__mp_main__", sys.modules["__main__"])  # where the ranks had the script's classes
-        start(0, *arguments)
+        start(*for_one_rank(start, (0, *arguments), processes))
+        return True
+
+    def on_process(self, process: Any) -> bool:
+        """Is the first of them in this process, where the script starts each by itself."""
+        if not self._target or target_of(process) != self._target:
+            return False
+        if not self._spawned:
+            self._spawned = True
+            sys.modules.setdefault("__mp_main__", sys.modules["__main__"])
+            run_as_one_rank(process, len(self.record.ranks))
         return True
 
     def before_init(self, options: dict[str, Any]) -> dict[str, Any]:
