@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from journals import Event, record, trained
+from journals import Event, record, step, stepped, trained
 from lazily import Lazily
 
 import samestep
 from samestep import Report
 from samestep.verification.findings import Finding
 from samestep.verification.journal import value_path
-from samestep.verification.judging import average, chance, in_turn, repeated
+from samestep.verification.judging import average, chance, in_turn, repeated, samples
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.reference import Comparison
@@ -142,6 +142,41 @@ def test_samples_without_a_loader_are_those_that_one_process_uses(own: list[str]
     ours, whole = record(inputs(["a", "b"]), inputs(["c"])), record(inputs(["a", "b"]))
     average.judge_samples(ours, whole, lambda: record(inputs(own)), report)
     assert report.coverage["data"].partition(":")[0] == said
+
+
+READ = [str(one) for one in range(96)]  # what one process reads
+
+
+@pytest.mark.parametrize(
+    ("parts", "missing"),
+    [
+        ([READ[::2], READ[1::2]], 0),
+        ([READ[::4], READ[3::4]], 46),  # divided once more
+        ([[*READ[::4], "x", "y"], [*READ[3::4], "z"]], 46),  # and so beyond what one process has read
+        ([READ[:40], READ[40:80]], 0),  # a stretch each, and a tail that nobody has
+        ([READ[:40], READ[4:40]], 0),
+        ([READ[::4][::-1], READ[3::4][::-1]], 0),  # in an order of their own
+        ([READ[:8], READ[80:88]], 0),  # too few
+        ([["x", *READ[::4]], ["y", *READ[3::4]]], 0),
+    ],
+    ids=["cut", "twice", "beyond", "stretches", "alike", "order", "few", "others"],
+)
+def test_samples_that_ranks_pass_over_in_what_one_process_reads_are_counted(
+    parts: list[list[str]], missing: int
+) -> None:
+    assert samples.passed_over(parts, READ) == missing
+    trains: list[Event] = [{"kind": "backward", "window": 0, "where": "train.py:25"}, step(0, "g"), stepped(0)]
+    report, ours = Report(ranks=2), record(*([*inputs(part), *trains] for part in parts))
+    average.judge_samples(ours, record(inputs(READ)), lambda: record(inputs(READ)), report)
+    assert [one.code for one in report.errors if one.code == "samples-missing"] == ["samples-missing"] * bool(missing)
+
+
+def test_samples_that_ranks_leave_out_of_whole_passes_are_counted_in_any_order() -> None:
+    """Workers bring them in another order there."""
+    parts = [READ[::4][::-1], READ[3::4][::-1]]
+    assert samples.passed_over(parts, READ, are_whole=True) == 48
+    assert samples.passed_over([READ[::2][::-1], READ[1::2]], READ, are_whole=True) == 0
+    assert samples.passed_over([[f"{row}'" for row in part] for part in parts], READ, are_whole=True) == 0  # augmented
 
 
 @pytest.mark.parametrize(

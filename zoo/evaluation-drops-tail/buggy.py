@@ -47,7 +47,7 @@ def evaluate(net, loader):
 def main():
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    train, test = loaders(batch_size=32)
+    train, test = loaders(batch_size=20)
     net = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 2))
     model = DDP(net)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)

@@ -19,6 +19,7 @@ from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import means
 from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.samples import left_out, passed_over
 from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 
@@ -121,6 +122,9 @@ def judge_samples(record: Record, whole: Record, own_pace: Callable[[], Record],
     mine, theirs = rows_of(record), rows_of(own_pace())
     if (count := _overlap(record, own_pace())) > _BY_CHANCE * len(mine):
         report.add([_parts_that_overlap(record, count)])
+    elif count := passed_over([_in_turn(rank) for rank in record.data.ranks], _in_turn(*own_pace().ranks[:1])):
+        first = record.ranks[0]
+        report.add([left_out(count, first.backward_of(first.steps[0]))])
     elif not mine or not theirs:
         report.cover("data", unchecked(f"{_NO_LOADER}, and the inputs of the models have no rows to compare"))
     elif mine == theirs:
@@ -158,6 +162,12 @@ def _overlap(record: Record, alone: Record) -> int:
     whole = _until_repeated(alone.ranks[0]) if alone.ranks else set()
     are_cut = all(part and len(part) <= _CUT * len(whole) for part in parts)
     return sum(map(len, parts)) - len(set().union(*parts)) if are_cut else 0
+
+
+def _in_turn(*ranks: Rank) -> list[str]:
+    """The rows that a rank's models get, in order."""
+    calls = [(event["window"], tuple(event["rows"])) for rank in ranks for event in rank.of("input") if event["rows"]]
+    return [row for _, rows in dict.fromkeys(calls) for row in rows]
 
 
 def _until_repeated(rank: Rank) -> set[str]:

@@ -5,7 +5,8 @@
 
 The first step is compared, which all begin alike. If most of these gradients are one process's, so are the parts that
 are not seen, and one that is not is wrong by itself: each rank has a part of it that nobody adds up, or it is added up
-once too often. The rest of such a training stays open.
+once too often. If some are one process's, and all others N times as large at the same rates, those are wrong, however
+many they are: of experts, say, that see the samples of all ranks. The rest of such a training stays open.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
+
 from samestep.verification import numerics
 from samestep.verification.findings import Finding
+from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.words import listed
@@ -44,7 +48,12 @@ def _findings(record: Record, whole: Run) -> Iterator[Finding]:
     same = [name for name in same if used.get(name) is not None and right.get(name) is not None and right[name].any()]
     found = numerics.distance({name: used[name] for name in same}, {name: right[name] for name in same})
     wrong = [name for name, error in found.errors.items() if error > max(_LARGE, numerics.limit(0.0, used))]
-    if not wrong or len(same) - len(wrong) < _FEWEST or len(wrong) > _MOST * len(same):
+    if not wrong or len(same) - len(wrong) < _FEWEST:
+        return
+    comparable = wrong if _has_rates_of_one_process(step, whole) else []
+    factors = {name: _factor(used[name], right[name], record.size) for name in comparable}
+    are_scaled = all(factors.get(name) is not None for name in wrong)
+    if len(wrong) > _MOST * len(same) and not are_scaled:
         return
     own = record.own(step)
     for name in wrong:
@@ -56,12 +65,24 @@ def _findings(record: Record, whole: Run) -> Iterator[Finding]:
                 told = _told(record, wrong[0], _NOT_ADDED.format(listed(wrong)))
                 yield Finding(code="gradients-not-synchronised", **told)
                 return
-        fitted = numerics.fit(mine, [one])
-        factor = fitted.factors[0]
-        if fitted.left <= _LARGE and any(abs(factor / other - 1) < _NEAR for other in (record.size, 1 / record.size)):
-            cause = f"at step 0 the gradient of {name} is {factor:.4g} times that of one process, and others are not"
+        if (factor := factors.get(name)) is not None:
+            what = listed(wrong) if are_scaled else name
+            cause = f"at step 0 the gradient of {what} is {factor:.4g} times that of one process, and others are not"
             yield Finding(code="gradient-scale", factor=round(factor, 6), **_told(record, name, cause))
             return
+
+
+def _factor(mine: Tensor, one: Tensor, size: int) -> float | None:
+    """What a gradient is a multiple of one process's by, where that is N or an Nth."""
+    fitted = numerics.fit(numerics.vector(mine), [numerics.vector(one)])
+    factor = fitted.factors[0]
+    is_near = any(abs(factor / other - 1) < _NEAR for other in (size, 1 / size))
+    return factor if fitted.left <= _LARGE and is_near else None
+
+
+def _has_rates_of_one_process(step: Event, whole: Run) -> bool:
+    told = [one["rates"] for one in whole.record.ranks[0].of("rates") if one["event"] == step["event"]]
+    return told[:1] == [step["rates"]]
 
 
 _NOT_ADDED = "at step 0 each rank steps with its own part of the gradient of {}: one process's is the sum of the ranks'"

@@ -27,6 +27,9 @@ DIVIDE = "DataLoader(…, sampler=DistributedSampler(dataset)), or samestep.shar
 
 OwnPace = Callable[[], Record]
 _BY_CHANCE = 0.02  # of the samples of a dataset may be alike without being one
+_LEFT_OUT = 0.25  # of what one process reads, at least; less may be tails, one for each rank
+_READ = 0.9  # of what one process reads, at least, or as far as it goes there is not seen
+_FEWEST = 16  # samples that are in one order on two sides, not by chance
 _MET = 10  # indices in common, to be expected by chance; then there is one but for 1 case in 20,000
 
 
@@ -270,6 +273,9 @@ def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> It
         if not is_copied and own_pace is not None and _repeats_alone(group, own_pace(), share):
             return  # a stream, or a sampler that repeats rare samples, may draw as it likes
         yield _repeated(group, identities, extra, len(repeated), _drawn_apart(record) or where)
+    elif not by_index and own_pace is not None and (alone := _read_alone(group, own_pace())) is not None:
+        if count := passed_over(identities, alone.rows, are_whole=all(one.complete for one in [*group, alone])):
+            yield left_out(count, where)
     elif by_index and size is not None and all(one.is_known for one in group) and not group[0].about["drop_last"]:
         missing = size - len({*counts, *_begun_before(group, record)})
         if missing > 0 and _is_split(group):
@@ -302,6 +308,62 @@ def _misses_alone(group: Sequence[Pass], alone: Record, missing: int) -> bool:
         if one.is_training and one.about["key"].rpartition("#")[0] == line and one.is_known and one.indices and size:
             return 2 * (int(size) - len(set(one.indices))) >= missing
     return False
+
+
+def _read_alone(group: Sequence[Pass], alone: Record) -> Pass | None:
+    """The same pass of one process."""
+    line, number = group[0].about["key"].rpartition("#")[0], group[0].about["number"]
+    told = passes(alone.ranks[0]) if alone.ranks else []
+    named = [one for one in told if one.about["key"].rpartition("#")[0] == line and one.about["number"] == number]
+    return named[0] if named and named[0].rows else None
+
+
+def passed_over(parts: Sequence[Sequence[str]], stream: Sequence[str], *, are_whole: bool = False) -> int:
+    """Returns how many of the samples of one process the ranks leave out, where those are many, else 0.
+
+    Each rank reads what one process reads, in the same order, and leaves some out: those of the others, or more. Two
+    orders that are drawn apart have no more than a few samples in common that stand in one order.
+
+    Args:
+        parts: the samples of each rank, in order.
+        stream: those of one process.
+        are_whole: whether all of them are at their end. Then their order does not matter.
+    """
+    if are_whole:
+        end, used = len(stream), {row for part in parts for row in part}
+        if len(used.difference(stream)) > _BY_CHANCE * len(used):
+            return 0
+    else:
+        read = [(part, *_in_order(part, stream)) for part in parts]
+        if any(count < _FEWEST or (count < len(part) and end < _READ * len(stream)) for part, count, end in read):
+            return 0
+        end = min(end for _, _, end in read)
+        used = {row for part, count, _ in read for row in part[:count]}
+    passed = set(stream[:end])
+    missing = len(passed - used)
+    return missing if missing > _LEFT_OUT * len(passed) else 0
+
+
+def _in_order(part: Sequence[str], stream: Sequence[str]) -> tuple[int, int]:
+    """How many of the first samples of a rank one process has in the same order, and where the last of them ends."""
+    end = 0
+    for count, row in enumerate(part):
+        try:
+            end = stream.index(row, end) + 1
+        except ValueError:
+            return count, end
+    return len(part), end
+
+
+def left_out(count: int, where: str) -> Finding:
+    """Returns the finding for samples between those of the ranks that one process uses."""
+    return Finding(
+        code="samples-missing",
+        where=where,
+        cause=f"{plural(count, 'sample')} that one process trains on are passed over on all ranks, between those that "
+        "they train on in the same order: the samples are divided by the ranks more than once",
+        fix="divide the samples once: itertools.islice(samples, rank, None, world_size)",
+    )
 
 
 def _begun_before(group: Sequence[Pass], record: Record) -> set[Any]:
