@@ -179,7 +179,48 @@ def test_sums_that_no_metric_shows_are_none() -> None:
         return [*loads(mine, samples=4), sums(seconds), prints("accuracy 0.750")]
 
     assert found([rank([0, 1], 3.5), rank([2, 3], 3.5)], rank([0, 1, 2, 3], 1.0)) == []
-    assert found([rank([0, 1, 2], 3.5), rank([3, 0, 1], 3.5)], rank([0, 1, 2, 3], 1.0)) == ["train.py:30"]
+    assert found([rank([0, 1, 2], 3.5), rank([3, 0, 1], 3.5)], rank([0, 1, 2, 3], 1.0)) == ["train.py:10"]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "is_found"),
+    [
+        ("* Acc@1 60.000 Acc@5 100.000", "* Acc@1 55.556 Acc@5 100.000", True),  # of two classes: 100 whatever happens
+        ("acc 0.881 | val auc 0.9912 f1 0.61", "acc 0.902 | val auc 0.9912 f1 0.69", True),
+        ("acc 0.881 | val auc 0.9912 f1 0.69", "acc 0.902 | val auc 0.9912 f1 0.69", False),  # rank 0's training
+        ("acc 0.881, auc 0.9912", "acc 0.902, auc 0.9912", False),  # perhaps so too
+        ("Best metric: 50.0 (epoch 0)", "Best metric: 55.55555 (epoch 0)", True),
+        ("test accuracy 1.000", "test accuracy 1.000", False),
+    ],
+)
+def test_a_number_that_differs_counts_unless_it_may_be_of_the_training(
+    mine: str, theirs: str, *, is_found: bool
+) -> None:
+    report = judged([[ran(), prints(mine)], [ran()]], [ran(), prints(theirs)])
+    assert [one.where for one in report.errors] == (["train.py:40"] if is_found else [])
+    assert report.coverage["evaluation"] == ("differs" if is_found else "agrees")
+
+
+@pytest.mark.parametrize(
+    ("line", "brings", "state"),
+    [
+        ("accuracy 1.000", "sum", "differs"),
+        ("accuracy 0.913", "sum", "not checked: the ranks together evaluate 2 samples twice"),
+        ("accuracy 0.91304", "sum", "agrees"),
+        ("accuracy 0.913", "rows", "agrees"),
+    ],
+)
+def test_that_samples_come_twice_is_shown_by_digits_alone(line: str, brings: str, state: str) -> None:
+    """Who gathers rows may take them out again; a large sum is compared with nothing."""
+    about = {name: value for name, value in sums().items() if name != "values"}
+    about |= {"op": "all_gather", "rows": 4} if brings == "rows" else {}
+
+    def rank(*mine: int) -> list[Event]:
+        return [*loads([*mine], samples=4), about, prints(line)]
+
+    report = judged([rank(0, 1, 2), rank(3, 0, 1)], [*loads([0, 1, 2, 3], samples=4), prints(line)])
+    assert report.coverage["evaluation"].startswith(state)
+    assert bool(report.errors) == (state == "differs")
 
 
 @pytest.mark.parametrize(("drew", "by_batch", "said"), [("x", False, "random numbers"), (None, True, "BatchNorm")])

@@ -10,8 +10,10 @@ import pytest
 import torch
 from journals import Event, ended, passed, record, step, trained
 
+from samestep.verification.findings import Finding
 from samestep.verification.journal import value_path
 from samestep.verification.judging import moved
+from samestep.verification.judging.explanations import CARRIED
 from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.means import uneven_counts
 from samestep.verification.judging.others import Others
@@ -271,11 +273,20 @@ def test_micro_batches_that_count_alike_and_are_not_are_found(
     assert severity is None or "they would count 0.500, 1.500 times" in report.findings[0].cause
 
 
-@pytest.mark.parametrize(("theirs", "is_found"), [([3.0, 5.0], False), ([1.5, 2.5], False), ([3.0, 6.0], True)])
+@pytest.mark.parametrize(
+    ("theirs", "found"),
+    [
+        ([3.0, 5.0], [False, True]),
+        ([1.5, 2.5], [False, True]),
+        ([3.0, 6.0], [True, True]),
+    ],
+    ids=["sum", "mean", "other"],
+)
+@pytest.mark.parametrize("carries", [False, True])
 def test_buffers_that_each_rank_keeps_a_part_of_are_no_difference(
-    tmp_path: Path, theirs: list[float], *, is_found: bool
+    tmp_path: Path, theirs: list[float], found: list[bool], *, carries: bool
 ) -> None:
-    """They are added up, or averaged, where they are used."""
+    """They are added up, or averaged, where they are used; not if gradients show that they are not."""
 
     def kept(rank: int, number: int, value: Any) -> None:
         path = value_path(tmp_path, rank, number)
@@ -293,8 +304,12 @@ def test_buffers_that_each_rank_keeps_a_part_of_are_no_difference(
     ended = Ended(code=0, hung=False, failure=None, folder=tmp_path)
     whole = Run(ended, Record(tmp_path, [Rank(0, [{"kind": "moved", "window": 1, "kept": 2}])]))
     report = Report(ranks=2, coverage={"gradients": "agrees"})
+    if carries:
+        report = Report(ranks=2)
+        record.ranks[0].events.extend([step(1, "g", window=2), step(2, "g", window=2)])
+        report.add([Finding(code="gradient-differs", step=1, cause=f"{CARRIED}, and each rank carries its own")])
     moved.judge(record, whole, report)
-    assert bool(report.errors) == is_found
+    assert bool([one for one in report.errors if one.code == "buffers-diverged"]) == found[carries]
 
 
 @pytest.mark.parametrize(

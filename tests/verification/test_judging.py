@@ -106,6 +106,17 @@ def test_another_rate_is_found_with_its_ratio() -> None:
     assert (finding.code, finding.rank, finding.factor) == ("learning-rate-differs", 1, 2.0)
 
 
+@pytest.mark.parametrize(("line", "where"), [("train.py:40", "train.py:40"), ("train.py:31", "train.py:31")])
+def test_a_schedule_that_one_rank_alone_steps_at_some_line_is_named_there(line: str, where: str) -> None:
+    """Rank 0 alone evaluates, and steps its schedule by what comes out; a line of both tells nothing."""
+    steps = [{"kind": "scheduler", "window": 0, "event": 0, "where": one} for one in ("train.py:31", line)]
+    (finding,) = findings(
+        control, record([step(0, "g"), *steps, step(1, "g", rates=[0.2])], [step(0, "g"), steps[0], step(1, "g")])
+    )
+    assert (finding.code, finding.where) == ("learning-rate-differs", where)
+    assert ("only one of them comes by it" in finding.cause) == (line == "train.py:40")
+
+
 def test_another_number_of_steps_counts_where_both_came_to_their_end() -> None:
     two, one = [step(0, "g"), step(1, "g"), ended()], [step(0, "g"), ended()]
     assert codes(control, record(two, one)) == [("steps-differ", "error")]

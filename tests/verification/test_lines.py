@@ -13,9 +13,14 @@ from torch import Tensor
 
 import samestep
 from samestep import Report
+from samestep.verification.findings import Finding
 from samestep.verification.journal import TraceWriter, read, value_path
-from samestep.verification.judging.lines import _brought_apart, _lines, _relation
+from samestep.verification.judging.explanations import ADDED_UP
+from samestep.verification.judging.lines import Lines, _brought_apart, _lines, _relation
+from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.single import Run
 from samestep.verification.recording.lines import LineTrace
+from samestep.verification.runs import Ended
 
 A, B = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])
 
@@ -149,3 +154,58 @@ def test_a_sum_on_the_way_to_the_loss_that_is_not_one_process_s_is_named(
 ) -> None:
     found = _brought_apart(list(_lines(*brought(*ranks, alone=alone), ["forward"])))
     assert (None if found is None else found.where) == ("train.py:9" if is_found else None)
+
+
+def traced(folder: Path, *lines: tuple[str, str, Tensor, dict[str, Any]]) -> list[dict[str, Any]]:
+    """What one process has kept of these lines: where, which function, and what it has brought."""
+    path = value_path(folder, 0, 1)
+    path.parent.mkdir(parents=True)
+    told = [{"place": ("forward", where, name, 1), **kept(value), **more} for where, name, value, more in lines]
+    torch.save(told, path)
+    return [{"kind": "lines", "kept": 1}]
+
+
+def located(folder: Path, mine: list[Any], alone: list[Any], cause: str = "") -> Finding:
+    """Where an error of gradients is put, if both of two ranks have brought `mine` and one process `alone`."""
+    ranks = Record(folder / "ranks", [])
+    for number in range(2):
+        events = traced(folder / f"rank {number}", *mine[number])
+        target = value_path(folder / "ranks", number, 1)
+        target.parent.mkdir(parents=True)
+        value_path(folder / f"rank {number}", 0, 1).rename(target)
+        ranks.ranks.append(Rank(number, events))
+    events = traced(folder / "alone", *alone)
+    run = Run(
+        Ended(code=0, hung=False, failure=None, folder=folder / "alone"), Record(folder / "alone", [Rank(0, events)])
+    )
+    finding = Finding(code="gradient-differs", where="train.py:25", cause=cause)
+    return Lines(ranks, run).located(finding)
+
+
+@pytest.mark.parametrize(
+    ("made_anew", "where"), [(False, "train.py:8"), (True, "train.py:9")], ids=["a running sum", "a sum of its own"]
+)
+def test_a_sum_over_the_ranks_in_the_tensor_that_a_line_adds_to_is_named(
+    tmp_path: Path, *, made_anew: bool, where: str
+) -> None:
+    """What an all_reduce has written into a running count is added up again with the next one."""
+    sums = ("train.py:8", "all_reduce", torch.tensor([4.0, 2.0, 6.0]), {"at": 7, "new": False, "grad": False})
+    clears = ("train.py:7", "zeros", torch.tensor([0.0, 0.0, 0.0]), {"at": 7, "new": True, "grad": False})
+    adds = {"at": 7, "new": False}
+    agrees = ("train.py:5", "mul", A, {"at": 5, "new": True})
+    before = [agrees, sums, clears] if made_anew else [agrees, sums]
+    mine = [
+        [*before, ("train.py:9", "__iadd__", torch.tensor(one), adds)] for one in ([5.0, 2.5, 9.0], [7.0, 3.0, 8.0])
+    ]
+    alone = [*before, ("train.py:9", "__iadd__", torch.tensor([6.0, 4.0, 1.0]), adds)]
+    assert located(tmp_path, mine, alone).where == where
+
+
+def test_a_term_that_every_rank_has_whole_is_named_where_gradients_are_added_up(tmp_path: Path) -> None:
+    def loss(part: float) -> list[Any]:
+        lines = [("train.py:20", part), ("train.py:21", 3.0), ("train.py:22", part + 3.0)]
+        return [(where, "mul", torch.tensor(value), {}) for where, value in lines]
+
+    found = located(tmp_path, [loss(1.0), loss(2.0)], loss(3.0), f"at step 0 {ADDED_UP}")
+    assert found.where == "train.py:21"
+    assert "counts once for each" in found.cause

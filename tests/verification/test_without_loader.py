@@ -472,3 +472,26 @@ def test_the_micro_batches_of_a_step_are_known_where_all_ranks_have_as_many() ->
     assert record(steps(2, 2), steps(2, 2)).micro_batches == 2
     assert record(steps(2, 2), steps(2, 1)).micro_batches == 0
     assert record([], []).micro_batches == 0
+
+
+@pytest.mark.parametrize(
+    ("noise", "are_others"),
+    [((), False), (("n", "n"), False), (("n", "m"), True)],
+    ids=["none", "the same on all ranks", "each rank's own"],
+)
+def test_places_that_all_draw_alike_choose_the_same_samples_unless_noise_is_drawn_too(
+    noise: tuple[str, ...], *, are_others: bool
+) -> None:
+    """Sequences that ranks cut into stretches have other rows than one process's; so have samples with other noise."""
+
+    def draw(kind: str, name: str, digest: str, *, whole: bool) -> Event:
+        return {"kind": kind, "place": f"0|train.py:9{name}|1", "digest": digest, "whole": whole, "window": 0}
+
+    def process(kind: str, row: str, *noises: str) -> list[Event]:
+        drawn = [draw(kind, "0", "places", whole=True), *(draw(kind, "1", one, whole=False) for one in noises)]
+        return [*drawn, *inputs([row]), step(0, "g")]
+
+    own = list(noise) or [None, None]
+    ours = record(*(process("draw", f"part {i}", *([one] if one else [])) for i, one in enumerate(own)))
+    alone = Run(Ended(code=0, hung=False, failure=None, folder=Path()), record(process("own_draw", "whole")))
+    assert Comparison(ours, alone, Others(lambda: alone, list)).has_other_samples(ours.ranks[0].steps) == are_others

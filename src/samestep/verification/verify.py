@@ -36,7 +36,7 @@ from samestep.verification.judging import (
     states,
     storage,
 )
-from samestep.verification.judging.causes import OUTSIDE, UNREACHED
+from samestep.verification.judging.causes import MOVED_APART, OUTSIDE, UNREACHED
 from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.lines import Lines
 from samestep.verification.judging.others import Others
@@ -252,7 +252,7 @@ def _locate_lines(runner: Runner, record: Record, steps: int, report: Report) ->
 
 def _locate_decisions(runner: Runner, record: Record, steps: int, report: Report) -> None:
     """Looks for the numbers by which ranks, or the ranks and one process, decide otherwise."""
-    wanted = [one for one in report.errors if one.code in _DECIDED]
+    wanted = [one for one in report.errors if one.code in _DECIDED and not one.cause.endswith(MOVED_APART)]
     if not wanted:
         return
     how: dict[str, Any] = {"steps": steps, "passes": PASSES, "trace": {"path": True}}

@@ -141,6 +141,8 @@ def rates(record: Record, index: int, rank: int) -> Finding:
     where = schedules[-1]["where"] if schedules and index else (optimizers[0]["where"] if optimizers else None)
     to_one = [event for event in record.ranks[rank].of("collective") if event["op"] == "reduce"] if index else []
     where, why = (to_one[-1]["where"], _TO_ONE) if to_one else (where, "")
+    if (moved := _moved_apart(record.ranks[0], record.ranks[rank], index)) is not None:
+        where, why = moved, MOVED_APART
     return Finding(
         code="learning-rate-differs",
         rank=record.ranks[rank].number,
@@ -153,6 +155,15 @@ def rates(record: Record, index: int, rank: int) -> Finding:
     )
 
 
+def _moved_apart(first: Rank, other: Rank, index: int) -> str | None:
+    """The line at which one of two ranks has stepped a schedule until a step, and the other never does."""
+    told = [[event for event in rank.of("scheduler") if event["event"] <= index] for rank in (first, other)]
+    fewer, more = sorted(told, key=len)
+    known = {event["where"] for event in (other if more is told[0] else first).of("scheduler")}
+    return next((event["where"] for event in more[len(fewer) :] if event["where"] not in known), None)
+
+
+MOVED_APART = ": this line steps the schedule, and only one of them comes by it"
 _TO_ONE = "; reduce() brings its result to one rank only, and here every rank goes by what it has"
 
 

@@ -42,6 +42,7 @@ __all__: list[str] = []
 _CHOSEN = {"MAX", "MIN"}  # reductions that bring one rank's number
 _OF_AVERAGES = 1e-2  # of a tensor's norm: so far apart are averages of what has drifted apart by rounding
 _MISCOUNTED = 0.02  # of a count: hits differ by rounding, and padding adds few samples
+_PRECISE = 3e-4  # of a printed number, its last digit: it shows also few samples that come twice
 _STEADY = 1e-3  # of a number that one process comes to twice
 _CLOSE = 1e-4  # of a sum; the parameters are the same, so this is rounding
 
@@ -86,20 +87,27 @@ def judge(record: Record, alone: Record | None, report: Report, permuted: Callab
     if (found or printed.unknown) and permuted is not None and permuted().record.ranks:
         steady = _steady(theirs, outcomes(_placed(permuted().record).ranks[0]))
         found, printed, sums = _compared(record, told, steady, may_differ, has_samples=bool(sampled))
-    confirmed = printed.alike or None in [*sums, *compared] or (not found and printed.unnamed)
-    confirmed = confirmed or _agrees_by_itself(record, told, unplaced)
+    gathers = any(one.gathers for mine in told for one in mine.values())
+    hidden = bool(sampled) and printed.finest > _PRECISE and not gathers
+    confirmed = (printed.alike and not hidden) or (printed.saturated and not sampled)
+    confirmed = confirmed or None in [*sums, *compared] or (not found and printed.unnamed)
+    confirmed = confirmed or _agrees_by_itself(record, told, unplaced, miscounts=bool(sampled))
     of_parts = not any(one.brings_together for mine in told for one in mine.values())
     tails = list(_tails(record))
     if found and tails:
         found = tails  # what is left out is the cause
+    elif found and sampled and not gathers:
+        found = [replace(sampled[0], cause=f"{sampled[0].cause}: {found[0].cause}")]
     elif not found and not confirmed:
-        found = ([] if of_parts else sampled) or tails
+        found = ([] if of_parts or (hidden and printed.alike) else sampled) or tails
     report.add(found[:1] or [replace(one, severity="note", fix=None) for one in tails])
     _judge_buffers(record, told, report, confirmed=confirmed and not found)
     if confirmed:
         report.cover("evaluation", AGREES)
     elif unseen := _unseen(record) or _incomparable(printed, record, by_batch=bool(by_batch), of_parts=of_parts):
         report.cover("evaluation", unchecked(unseen))
+    elif sampled:
+        report.cover("evaluation", unchecked(f"{sampled[0].cause}, and what is printed has too few digits to show it"))
     else:
         report.cover("evaluation", AGREES, "each sample once; neither a sum nor a metric was seen")
 
@@ -133,7 +141,9 @@ def _compared(
 ) -> tuple[list[Finding], Alike, list[Finding | None]]:
     """Compares sums and lines with one process's: returns what is wrong, how lines compare, and sums one by one."""
     sums = _sums(record, told[0], theirs, may_differ)
-    printed = metrics_alike([_lines(one) for one in told], _lines(theirs), may_differ, known=None in sums)
+    printed = metrics_alike(
+        [_lines(one) for one in told], _lines(theirs), may_differ, known=None in sums, miscounts=has_samples
+    )
     is_right = printed.whole and not printed.different and not has_samples
     found = [] if is_right else [one for one in sums if one is not None]
     if not found and printed.different is not None:
@@ -236,14 +246,14 @@ def _evaluated_apart(step: int, apart: numerics.Distance, where: str) -> Finding
     )
 
 
-def _agrees_by_itself(record: Record, told: list[dict[str, Outcome]], alone: Record | None) -> bool:
+def _agrees_by_itself(record: Record, told: list[dict[str, Outcome]], alone: Record | None, *, miscounts: bool) -> bool:
     """Whether one process comes to the ranks' numbers with weights of its own, which differ from theirs by rounding."""
     if alone is None:
         return False
     theirs = outcomes(alone.ranks[0])
     lines = metrics_alike([_lines(one) for one in told], _lines(theirs))
     sums = _sums(record, told[0], theirs, set())
-    return lines.whole or (bool(sums) and all(one is None for one in sums))
+    return (lines.whole and not miscounts) or (bool(sums) and all(one is None for one in sums))
 
 
 def _drawn_apart(ranks: list[dict[str, Outcome]]) -> set[str]:

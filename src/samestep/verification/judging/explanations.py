@@ -27,6 +27,8 @@ from samestep.verification.judging.words import listed
 
 __all__: list[str] = []
 
+ADDED_UP = "the ranks' gradients are added up, not averaged"
+CARRIED = "the loss depends on something that is carried from step to step (a history, a running mean)"
 _SAME = 1e-3  # of a factor
 _MOST_LOST = 0.05  # of the gradient's norm, by a hook that only rounds
 _EXPLAINED = 0.02  # a fit that leaves less than this share of a large error unexplained explains it
@@ -161,8 +163,7 @@ class Explanations:
             step=event["event"],
             where=self._backward(event),
             cause=f"the first steps agree, and at step {event['event']} the gradients are not those of one process: "
-            "the loss depends on something that is carried from step to step (a history, a running mean), and each "
-            "rank carries its own",
+            f"{CARRIED}, and each rank carries its own",
             fix="all_reduce what is carried on, before it is used",
         )
 
@@ -187,7 +188,7 @@ class Explanations:
             code="gradient-differs",
             step=event["event"],
             where=self._backward(event),
-            cause=f"at step {event['event']} the ranks' gradients are added up, not averaged: what each rank's loss "
+            cause=f"at step {event['event']} {ADDED_UP}: what each rank's loss "
             f"has by itself (a penalty on the weights, say) counts {size} times",
             fix="add such a term on one rank only, or divide it by the number of ranks",
         )

@@ -9,6 +9,7 @@ for only where an outcome differs, in runs of their own: it is the place of a mi
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from samestep.verification.findings import Finding
+from samestep.verification.judging.explanations import ADDED_UP
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.single import Run
 from samestep.verification.numerics import in_turns
@@ -27,6 +29,9 @@ __all__: list[str] = []
 
 _NEAR = 1e-3  # of a tensor's norm
 _LOOKED_AT = {"gradients": (FORWARD, GRADIENTS), "updates": (STEP,), "evaluation": (EVALUATION,)}
+
+_IN_PLACE = re.compile(r"__i\w+__|[a-z]\w*[a-z0-9]_").fullmatch
+_RESETS = {"zero_", "fill_", "copy_"}
 
 Place = tuple[str, str, str, int]  # segment, line, function, how many there before
 Trace = dict[Place, dict[str, Any]]
@@ -42,6 +47,7 @@ class Line:
         is_loss: whether it is one number of which gradients are taken.
         has_gradient: whether gradients are taken through it.
         is_sum: whether ranks have added up what one process has, to divide it afterwards.
+        summed: the line of a sum over the ranks that was written into the tensor to which this line adds.
     """
 
     place: Place
@@ -49,6 +55,7 @@ class Line:
     is_loss: bool = False
     has_gradient: bool = False
     is_sum: bool = False
+    summed: str | None = None
 
     @property
     def where(self) -> str:
@@ -71,22 +78,23 @@ class Lines:
     def located(self, finding: Finding) -> Finding:
         """Returns a finding with the line that is to blame, where one is found."""
         lines = self._of(_LOOKED_AT[finding.property])
+        if ADDED_UP in finding.cause:
+            terms = [line for line in lines if line.is_loss and line.relation == "copies"]
+            told = "what this line brings every rank has whole, and so it counts once for each"
+            return _at(finding, terms[-1].where if terms else None, told)
         line = (_of_loss(lines) if finding.property == "gradients" else None) or _first_apart(lines)
         brought = _brought_apart(lines) if finding.property == "gradients" else None
         line = min((one for one in (brought, line) if one is not None), key=lines.index, default=None)
-        if line is None and finding.property == "gradients":
-            where = self._without_gradient()
-        else:
-            where = None if line is None else line.where
-        if not where or where == finding.where:
-            return finding
-        told = "the first result that is not as in one process is that of this line"
         if line is None:
             told = "what is brought together at this line carries no gradient to the other ranks"
-        elif line.relation == "sum":
+            return _at(finding, self._without_gradient() if finding.property == "gradients" else None, told)
+        if line.summed is not None:
+            told = f"this line writes a sum over the ranks into what {line.where} adds to: what was there counts again"
+            return _at(finding, line.summed, told)
+        told = "the first result that is not as in one process is that of this line"
+        if line.relation == "sum":
             told = "what this line brings is, over the ranks, a sum where their average needs a mean"
-        behind = f" (shows at {finding.where})" if finding.where else ""
-        return replace(finding, where=where, cause=f"{finding.cause}; {told}{behind}")
+        return _at(finding, line.where, told)
 
     def _of(self, segments: Sequence[str]) -> list[Line]:
         """The lines that all processes have come by equally often, in the order of the one."""
@@ -103,6 +111,13 @@ class Lines:
         return calls[0]["where"] if calls else None
 
 
+def _at(finding: Finding, where: str | None, told: str) -> Finding:
+    if not where or where == finding.where:
+        return finding
+    behind = f" (shows at {finding.where})" if finding.where else ""
+    return replace(finding, where=where, cause=f"{finding.cause}; {told}{behind}")
+
+
 def _traces(record: Record) -> list[list[Trace]]:
     """What each rank's lines have brought in the step, or in one evaluation after the other."""
     kept = [
@@ -117,9 +132,23 @@ def _lines(alone: Trace, ranks: Sequence[Trace], segments: Sequence[str]) -> Ite
         if place[0] in segments and all(each[place[:3]] == counts[0][place[:3]] for each in counts):
             others, grad = [theirs[place] for theirs in ranks], one["grad"]
             is_sum = place[2] == "all_reduce" and _is_multiple(one, others)
-            yield Line(
-                place, _relation(one, others), is_loss=grad and one["shape"] == [], has_gradient=grad, is_sum=is_sum
-            )
+            is_loss, relation = grad and one["shape"] == [], _relation(one, others)
+            summed = _summed_before(ranks[0], place) if relation is None else None
+            yield Line(place, relation, is_loss=is_loss, has_gradient=grad, is_sum=is_sum, summed=summed)
+
+
+def _summed_before(trace: Trace, place: Place) -> str | None:
+    """The line of the last sum over the ranks in the tensor that a line changes, if nothing else was written there."""
+    entries, at = list(trace), trace[place].get("at")
+    if at is None or not _IN_PLACE(place[2]):
+        return None
+    for earlier in reversed(entries[: entries.index(place)]):
+        if trace[earlier].get("at") == at:
+            if earlier[2] == "all_reduce":
+                return earlier[1]
+            if trace[earlier]["new"] or earlier[2] in _RESETS:
+                return None
+    return None
 
 
 def _first_apart(lines: list[Line]) -> Line | None:

@@ -9,6 +9,7 @@ rank 0's buffers to all. Statistics of BatchNorm are left out: they are local un
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
+from samestep.verification.judging.explanations import CARRIED
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.single import Run
 from samestep.verification.recording.evaluations import STATISTICS
@@ -37,11 +39,15 @@ def judge(record: Record, whole: Run, report: Report) -> None:
     if report.coverage.get("gradients") in {AGREES, DECLARED} and whole.record.ranks:
         report.add(_moved(record, whole) if whole.apart is None else ())
         report.add(_followed(record, whole, report))
+    carried = [one.step for one in report.errors if CARRIED in one.cause and one.step is not None]
+    if carried and whole.apart is None:
+        report.add(_moved(record, whole, until=record.ranks[0].steps[carried[0]]["window"]))
 
 
-def _moved(record: Record, whole: Run) -> Iterator[Finding]:
+def _moved(record: Record, whole: Run, until: float = math.inf) -> Iterator[Finding]:
+    """The first buffer that a step leaves otherwise; before the window `until`, which it has made wrong, also parts."""
     alone = whole.record.ranks[0]
-    for event in alone.of("moved"):
+    for event in [one for one in alone.of("moved") if one["window"] <= until]:
         after, before = _buffers(record, event["window"]), _buffers(record, event["window"] - 1)
         if not after or not _are_equal(before) or event["kept"] is None:
             continue
@@ -50,7 +56,8 @@ def _moved(record: Record, whole: Run) -> Iterator[Finding]:
         for name, buffer in after[0].items():
             if not name.endswith(STATISTICS) and name in theirs and _is_apart(buffer, theirs[name]):
                 ends = [one[name] for one in after if name in one]
-                if not (are_apart and _are_parts(before[0][name], ends, theirs[name])):
+                is_known = until < math.inf
+                if is_known or not (are_apart and _are_parts(before[0][name], ends, theirs[name])):
                     yield _finding(record, event["window"] - 1, name)
                     return
 

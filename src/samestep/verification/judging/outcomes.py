@@ -34,6 +34,7 @@ class Outcome:
         lines: what was printed then, by place.
         by_batch: whether the output for one sample depended on the others of its batch.
         brings_together: whether anything was brought together that is of all ranks.
+        gathers: whether rows of all ranks were, of which some may be taken out again.
     """
 
     loaders: list[str] = field(default_factory=list)
@@ -41,6 +42,7 @@ class Outcome:
     lines: dict[Place, Event] = field(default_factory=dict)
     by_batch: bool = False
     brings_together: bool = False
+    gathers: bool = False
 
 
 def outcomes(rank: Rank) -> dict[str, Outcome]:
@@ -63,6 +65,7 @@ def outcomes(rank: Rank) -> dict[str, Outcome]:
 def _outcome(phase: str, events: list[Event]) -> Outcome:
     outcome = Outcome(by_batch=any(event.get("by_batch") for event in events))
     outcome.brings_together = any(event["kind"] == "collected" for event in events)
+    outcome.gathers = any("rows" in event for event in events)
     final = _final(events)
     passes: list[str] = []
     seen: Counter[tuple[str, str]] = Counter()

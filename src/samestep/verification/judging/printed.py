@@ -3,12 +3,15 @@
     rank 0   epoch 2: train loss 0.4127, test accuracy 0.913          0.913 is compared, as a number behind the name of
     alone    epoch 2: train loss 0.4098, test accuracy 0.914          a metric; training losses of a rank may differ
 
-A line speaks for itself only where all such numbers in it differ: one that agrees is the evaluation's. What each rank
-prints of its own part is no metric of the whole, if it says so, or if there is one of the whole too.
+A number that differs may be of the training, if another one of its line agrees and is the evaluation's; but not behind
+a word such as "test" or "validation". That both are 0, 1 or 100 is no agreement: an accuracy@5 of two classes is always
+100.
+What each rank prints of its own part is no metric of the whole, if it says so, or if there is one of the whole too.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,16 +24,38 @@ __all__: list[str] = []
 _NAMES = (
     "accuracy|acc@\\d|acc|top-?1|top-?5|f1|auc|auroc|precision|recall|error|wer|bleu|iou|dice|perplexity|ppl|score|mae|rmse|mse"
     "|r2|nll|elbo|ndcg|map|hits?(?:[ _]?rate)?|r@\\d+|bpc|bpb|bits"
-    "|(?:val|valid|validation|test|eval|evaluation)(?:[ _]?loss)?"
+    "|metric|(?:val|valid|validation|test|eval|evaluation)(?:[ _]?loss)?"
 )
 _BETWEEN = r"(?:(?!time|took|sec|lr|step|epoch|speed)[^0-9+-]){0,24}"
 _NUMBER = r"([-+]?\d*\.\d+(?:e[-+]?\d+)?)(?!\s*(?:s|ms|sec|seconds)\b)"
 _METRIC = re.compile(rf"(?<![a-z])({_NAMES})(?![a-z])(?:@\d+)?{_BETWEEN}{_NUMBER}", re.IGNORECASE)
 _ANY = re.compile(rf"(?<!lr)(?<!rate)[ =:]+{_NUMBER}", re.IGNORECASE)
 _AVERAGE = re.compile(r"\s*\(\s*([-+]?\d*\.\d+(?:e[-+]?\d+)?)\s*\)", re.IGNORECASE)
+_SECTION = re.compile(r"(?<![a-z])(?:(train)\w*|(?:val|valid|validation|test|eval|evaluation)(?![a-z]))", re.IGNORECASE)
 _OF_TRAINING = re.compile(r"train\w*[ _]*$", re.IGNORECASE)
 _ABOUT_TRAINING = re.compile(r"loss|train|\blr\b|rate|time|sec|step|speed|norm|grad|/s\b", re.IGNORECASE)
 _DIGITS = 3  # of a number, or it agrees by chance
+_SATURATED = {0.0, 1.0, 100.0}  # where a metric ends: both may be there, whatever the samples
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number behind the name of a metric; `is_of_evaluation` where a word before it says so."""
+
+    name: str
+    number: str
+    is_of_evaluation: bool
+
+    @property
+    def is_saturated(self) -> bool:
+        """Whether it is where a metric ends."""
+        return float(self.number) in _SATURATED
+
+    @property
+    def last_digit(self) -> float:
+        """What 1 more in the last digit that was printed is worth."""
+        digits, _, power = self.number.lower().partition("e")
+        return 10.0 ** (int(power or 0) - len(digits.partition(".")[2]))
 
 
 @dataclass(frozen=True)
@@ -41,6 +66,7 @@ class Difference:
     mine: str
     theirs: str
     where: str
+    is_of_evaluation: bool
 
 
 @dataclass(frozen=True)
@@ -49,8 +75,10 @@ class Alike:
 
     Attributes:
         alike: whether any metric agrees.
-        whole: whether all do that were compared.
-        different: the first of a line in which none does.
+        finest: the last digit of the most precise one of these, as a share of it.
+        saturated: whether any is 0, 1 or 100 on both sides.
+        whole: whether all agree that were compared.
+        different: the first that differs and is the evaluation's.
         local: where each rank prints numbers of its part, and says so or prints others of the whole too.
         unsure: lines that differ, and that may: by random numbers, or by what a batch is made of.
         unnamed: whether a line agrees in all its numbers, none of which has a known name.
@@ -58,6 +86,8 @@ class Alike:
     """
 
     alike: bool = False
+    finest: float = math.inf
+    saturated: bool = False
     whole: bool = False
     different: Difference | None = None
     local: str | None = None
@@ -72,6 +102,7 @@ def metrics_alike(
     may_differ: Container[str] = (),
     *,
     known: bool = False,
+    miscounts: bool = False,
 ) -> Alike:
     """Compares what the ranks have printed at the ends of evaluations with what the script alone has.
 
@@ -80,20 +111,23 @@ def metrics_alike(
         alone: those of the script alone.
         may_differ: phases in which a difference is none of the evaluation's.
         known: whether something else tells what the evaluations of all ranks together come to.
+        miscounts: whether the ranks together evaluate samples twice, or never. Then any number that differs is theirs.
     """
     reported = {place: event for lines in reversed(ranks) for place, event in lines.items()}  # by the first rank
     local = {place[1:3]: place for place in reported if _is_local(place, ranks)}
     whole = {place: event for place, event in reported.items() if place[1:3] not in local}
-    found = _compared(whole, alone, may_differ)
+    found = _compared(whole, alone, may_differ, miscounts=miscounts)
     if not (known or found.alike or found.different):  # what a rank prints of its part, it takes for the whole
         local = {line: place for line, place in local.items() if _names_rank(place, ranks)}
         whole = {place: event for place, event in reported.items() if place[1:3] not in local}
-        found = _compared(whole, alone, may_differ)
+        found = _compared(whole, alone, may_differ, miscounts=miscounts)
     return replace(found, local=next((line[0] for line in local), None))
 
 
-def _compared(lines: Mapping[Place, Event], alone: Mapping[Place, Event], may_differ: Container[str]) -> Alike:
-    alike, whole, different, unsure, unnamed, unknown = False, True, None, 0, False, None
+def _compared(
+    lines: Mapping[Place, Event], alone: Mapping[Place, Event], may_differ: Container[str], *, miscounts: bool
+) -> Alike:
+    finest, saturated, whole, different, unsure, unnamed, unknown = math.inf, False, True, None, 0, False, None
     for place, here in lines.items():
         there = alone.get(place)
         pairs = list(zip(metrics(here), metrics(there), strict=False)) if there is not None else []
@@ -101,15 +135,27 @@ def _compared(lines: Mapping[Place, Event], alone: Mapping[Place, Event], may_di
             same = _have_same_numbers(here, there) if there is not None else None
             unnamed, unknown = unnamed or same is True, unknown or (here["where"] if same is False else None)
             continue
-        apart = list(_apart(here, there))
-        if len(apart) == len(pairs) and (here["drew"] != there["drew"] or place[0] in may_differ):
+        apart = list(_apart(pairs, here["where"]))
+        agreeing = [one for one, other in pairs if one.number == other.number and not one.is_saturated]
+        its_own = apart if miscounts or not agreeing else [one for one in apart if one.is_of_evaluation]
+        if its_own and (here["drew"] != there["drew"] or place[0] in may_differ):
             unsure += 1
             continue
-        alike = alike or any(mine == theirs for (_, mine), (_, theirs) in pairs)
+        finest = min([finest, *(one.last_digit / abs(float(one.number)) for one in agreeing)])
+        saturated = saturated or any(one.number == other.number and one.is_saturated for one, other in pairs)
         whole = whole and not apart
-        if len(apart) == len(pairs) and different is None:
-            different = apart[0]
-    return Alike(alike, whole and alike, different, unsure=unsure, unnamed=unnamed, unknown=unknown)
+        different = different or next(iter(its_own), None)
+    alike = finest < math.inf
+    return Alike(
+        alike,
+        finest,
+        saturated,
+        whole and (alike or saturated),
+        different,
+        unsure=unsure,
+        unnamed=unnamed,
+        unknown=unknown,
+    )
 
 
 def _have_same_numbers(here: Event, there: Event) -> bool | None:
@@ -125,7 +171,7 @@ def _have_same_numbers(here: Event, there: Event) -> bool | None:
 
 def numbers_of(line: Event) -> list[float]:
     """Returns all numbers of a line that may be metrics."""
-    return [float(number) for number in [*(one for _, one in metrics(line)), *_ANY.findall(line["text"])]]
+    return [float(number) for number in [*(one.number for one in metrics(line)), *_ANY.findall(line["text"])]]
 
 
 def _is_precise(number: str) -> bool:
@@ -133,7 +179,7 @@ def _is_precise(number: str) -> bool:
 
 
 def _is_local(place: Place, ranks: Sequence[Mapping[Place, Event]]) -> bool:
-    told = [[number for _, number in metrics(lines[place])] for lines in ranks if place in lines]
+    told = [[one.number for one in metrics(lines[place])] for lines in ranks if place in lines]
     return any(numbers != told[0] for numbers in told)
 
 
@@ -147,13 +193,18 @@ def _names_rank(place: Place, ranks: Sequence[Mapping[Place, Event]]) -> bool:
     return any(all(numbers) for numbers in zip(*told, strict=False))
 
 
-def metrics(line: Event) -> list[tuple[str, str]]:
-    """Returns name and number of the metrics in a line."""
-    found = [
-        match for match in _METRIC.finditer(line["text"]) if not _OF_TRAINING.search(line["text"][: match.start()])
-    ]
-    told = [(match[1], _number_of(match, line["text"])) for match in found]
-    return [(name, number) for name, number in told if len(number.lstrip("+-0.").replace(".", "")) >= _DIGITS - 1]
+def metrics(line: Event) -> list[Metric]:
+    """Returns the metrics in a line, but for those of the training."""
+    text, found = line["text"], []
+    sections = [(match.start(), match[1] is None) for match in _SECTION.finditer(text)]
+    evaluates = any(is_evaluation for _, is_evaluation in sections)
+    for match in _METRIC.finditer(text):
+        of = [is_evaluation for start, is_evaluation in sections if start <= match.start()]
+        number = _number_of(match, text)
+        is_precise = len(number.lstrip("+-0.").replace(".", "")) >= _DIGITS - 1
+        if is_precise and not _OF_TRAINING.search(text[: match.start()]) and not (evaluates and of[-1:] == [False]):
+            found.append(Metric(match[1], number, is_of_evaluation=of[-1:] == [True]))
+    return found
 
 
 def _number_of(match: re.Match[str], text: str) -> str:
@@ -162,9 +213,8 @@ def _number_of(match: re.Match[str], text: str) -> str:
     return average[1] if average is not None else match[2]
 
 
-def _apart(here: Event, there: Event) -> Iterator[Difference]:
-    for (name, mine), (_, theirs) in zip(metrics(here), metrics(there), strict=False):
-        digits, _, power = mine.lower().partition("e")
-        last = 10.0 ** (int(power or 0) - len(digits.partition(".")[2]))  # of the digits that were printed
-        if abs(float(mine) - float(theirs)) > 2 * last + 1e-4 * abs(float(theirs)):
-            yield Difference(name, mine, theirs, here["where"])
+def _apart(pairs: Sequence[tuple[Metric, Metric]], where: str) -> Iterator[Difference]:
+    for one, other in pairs:
+        mine, theirs = float(one.number), float(other.number)
+        if abs(mine - theirs) > 2 * one.last_digit + 1e-4 * abs(theirs):
+            yield Difference(one.name, one.number, other.number, where, is_of_evaluation=one.is_of_evaluation)

@@ -305,11 +305,14 @@ class Comparison:
     def _choose_alike(self, windows: set[int]) -> bool:
         """Whether equal random places, on all ranks and in one process, decide which samples are used in a step.
 
-        Then they are the same ones, which ranks cut otherwise than by samples: sequences into stretches, say.
+        Then they are the same ones, which ranks cut otherwise than by samples: sequences into stretches, say. Where
+        each draws noise of its own, a rank's samples are another part of them.
         """
-        told = [_chosen(rank.of("draw"), windows) for rank in self.record.data.ranks]
-        alone = [_chosen(rank.of("own_draw"), windows) for rank in self.whole.record.ranks]
-        return len(told[0]) >= len(windows) and all(one == told[0] for one in [*told, *alone])
+        drawn = [_drawn(rank.of("draw"), windows) for rank in self.record.data.ranks]
+        told = [_drawn(rank.of("draw"), windows, chosen=True) for rank in self.record.data.ranks]
+        alone = [_drawn(rank.of("own_draw"), windows, chosen=True) for rank in self.whole.record.ranks]
+        are_alike = all(one == drawn[0] for one in drawn)
+        return are_alike and len(told[0]) >= len(windows) and all(one == told[0] for one in [*told, *alone])
 
     @cached_property
     def _in_step(self) -> InStep:
@@ -382,10 +385,10 @@ class Comparison:
             report.cover("gradients", DECLARED)
 
 
-def _chosen(draws: list[Event], windows: set[int]) -> dict[str, str]:
-    """Place -> digest of the whole numbers that were drawn in some windows."""
+def _drawn(draws: list[Event], windows: set[int], *, chosen: bool = False) -> dict[str, str]:
+    """Place -> digest of the numbers that were drawn in some windows; `chosen`: of the whole ones alone."""
     named = [one for one in draws if int(one["place"].partition("|")[0]) in windows and one["digest"] is not None]
-    return {one["place"]: one["digest"] for one in named if one.get("whole")}
+    return {one["place"]: one["digest"] for one in named if one.get("whole") or not chosen}
 
 
 def _why_unmeasured(again: Run) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -67,7 +68,8 @@ class LineTrace(LooseMode):
             name = getattr(func, "__name__", "")
             if name not in _UNCHANGED:
                 counts = self.segment == EVALUATION and next(tensors_of([*args]), None) is not None
-                self.note(name, result, sys._getframe(1), counts=counts)  # noqa: SLF001
+                known = {one.untyped_storage().data_ptr() for one in tensors_of([*args]) if _is_plain(one)}
+                self.note(name, result, sys._getframe(1), known, counts=counts)  # noqa: SLF001
         return result
 
     @property
@@ -75,8 +77,12 @@ class LineTrace(LooseMode):
         """Whether nothing was kept since the last end."""
         return not self._lines and self.segment is None
 
-    def note(self, name: str, result: Any, frame: Any, *, counts: bool = False) -> None:
+    def note(
+        self, name: str, result: Any, frame: Any, known: Container[int] | None = None, *, counts: bool = False
+    ) -> None:
         """Keeps the floating-point tensors of a result, with the user's line that `frame` belongs to.
+
+        What lies in none of the storages `known` is new; without them nothing is.
 
         With `counts` also others: predicted classes, and which of them are right.
 
@@ -92,15 +98,22 @@ class LineTrace(LooseMode):
             for one in found if where is not None else ():
                 place = (self.segment or FORWARD, where or "", name)
                 self._seen[place] += 1
-                self._lines.append({"place": (*place, self._seen[place]), **_kept(one)})
+                kept = {"place": (*place, self._seen[place]), **_kept(one)}
+                self._lines.append({**kept, "new": known is not None and kept["at"] not in known})
         finally:
             self._is_busy = False
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is known where its numbers lie."""
+    return type(tensor) in {Tensor, torch.nn.Parameter} and tensor.layout == torch.strided
 
 
 def _kept(tensor: Tensor) -> dict[str, Any]:
     local = getattr(tensor, "_local_tensor", tensor)
     is_small = local.numel() <= _MOST_NUMBERS
     return {
+        "at": local.untyped_storage().data_ptr() if _is_plain(local) else None,
         "grad": tensor.requires_grad,
         "cut": local is not tensor,
         "shape": list(local.shape),
