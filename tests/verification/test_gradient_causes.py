@@ -12,7 +12,7 @@ from journals import Event, ended, passed, record, step, trained
 
 from samestep.verification.findings import Finding
 from samestep.verification.journal import value_path
-from samestep.verification.judging import moved
+from samestep.verification.judging import explanations, moved
 from samestep.verification.judging.explanations import CARRIED
 from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.means import uneven_counts
@@ -74,6 +74,12 @@ def test_a_factor_is_told_with_what_it_means(tmp_path: Path, factor: float, micr
     assert (error.code, error.step, error.where) == ("gradient-scale", 0, "train.py:25")
     assert error.factor == pytest.approx(factor, rel=1e-4)
     assert said in error.cause
+
+
+def test_a_gradient_that_is_right_is_excepted_from_a_factor_of_the_others() -> None:
+    alone = {"w": MEAN, "scale": torch.tensor([0.1]), "unused": None, "zero": torch.zeros(2)}
+    recorded = {"w": MEAN / 2, "scale": torch.tensor([0.1]), "unused": None, "zero": torch.zeros(2)}
+    assert explanations._right(recorded, alone, 0.5) == ["scale"]
 
 
 @pytest.mark.parametrize(

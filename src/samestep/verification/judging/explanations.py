@@ -78,7 +78,7 @@ class Explanations:
         recorded, alone = self._record.gradients(event), self._whole.gradients(event["event"])
         scaled = numerics.fit(numerics.flat(recorded, alone), [numerics.flat(alone, recorded)])
         if scaled.left < max(limit, _EXPLAINED * apart.whole) and abs(scaled.factors[0] - 1) > _SAME:
-            yield self._scaled(event, scaled.factors[0])
+            yield self._scaled(event, scaled.factors[0], _right(recorded, alone, scaled.factors[0]))
 
     def _of_parts(self, event: Event, apart: numerics.Distance, limit: float, *, settled: bool) -> Iterator[Finding]:
         number = event["event"]
@@ -193,15 +193,17 @@ class Explanations:
             fix="add such a term on one rank only, or divide it by the number of ranks",
         )
 
-    def _scaled(self, event: Event, factor: float) -> Finding:
+    def _scaled(self, event: Event, factor: float, right: list[str]) -> Finding:
+        """Of gradients that are a multiple of one process's, except those that are `right`."""
         size, micro = self._record.size, max(event["micro"], 1)
         cause, fix = _meaning(factor, size, micro)
+        which = f"every gradient except that of {listed(right)}" if right else "every gradient"
         return Finding(
             code="gradient-scale",
             step=event["event"],
             factor=round(factor, 6),
             where=self._backward(event),
-            cause=f"at step {event['event']} every gradient is {factor:.4f} times that of one process: {cause}",
+            cause=f"at step {event['event']} {which} is {factor:.4f} times that of one process: {cause}",
             fix=fix,
         )
 
@@ -266,6 +268,16 @@ class Explanations:
         window = self._record.ranks[0].by_window.get(event["window"], [])
         where: str = next((one["where"] for one in reversed(window) if one["kind"] == "backward"), event["where"])
         return where
+
+
+def _right(recorded: numerics.Gradients, alone: numerics.Gradients, factor: float) -> list[str]:
+    """Names of the gradients that are one process's, where the others are `factor` times as large."""
+    pairs = {name: (one, alone.get(name)) for name, one in recorded.items()}
+    return [
+        name
+        for name, (one, other) in pairs.items()
+        if one is not None and other is not None and (one - other).norm() < _EXPLAINED * (one - factor * other).norm()
+    ]
 
 
 def _meaning(factor: float, size: int, micro: int) -> tuple[str, str]:
