@@ -18,6 +18,8 @@ import torch
 import deadline
 import forkserver
 from samestep import progress
+from samestep.launch.process import start
+from samestep.launch.start import prefork_server
 from samestep.launch.start.prefork_server import PreforkServer
 from samestep.testing import VARIABLES, ranks
 
@@ -78,6 +80,7 @@ def _start_by_forks(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", forkserver.Popen)
         patch.setattr(forkserver.Popen, "server", server)
+        patch.setattr(prefork_server, "start", lambda *args, keep: server().prefork_server(*args, keep=keep))
         yield
 
 
@@ -85,6 +88,7 @@ def _start_by_forks(request):
 def _start_fresh_interpreters(request, monkeypatch):
     if request.node.get_closest_marker("fresh_interpreter") is not None:
         monkeypatch.setattr(forkserver.Popen, "server", None)
+        monkeypatch.setattr(prefork_server, "start", start)
 
 
 @pytest.fixture

@@ -7,12 +7,14 @@ A fresh interpreter imports torch for more than a second; a fork takes 20 ms. `P
 which `conftest.py` replaces by it: a command that runs `samestep`, or a Python script, is forked, everything else
 starts as always. A test whose subject is the start of an interpreter has the mark `fresh_interpreter`.
 
-`ForkServer.ranks` starts functions as ranks that a test may kill.
+`ForkServer.ranks` starts functions as ranks that a test may kill. A `PreforkServer` of the test process, which forks
+ranks and runs itself, is forked too, and so are all runs of a forked `samestep verify`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import importlib
 import os
@@ -24,15 +26,35 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recvfds, sendfds
 from pathlib import Path
 
+from samestep.launch.process import ForkedProcess
+from samestep.launch.process import start as start_process
+from samestep.launch.start import prefork_server
+from samestep.launch.start.fork import EARLY, _forked
+
 TIMEOUT = 60.0  # seconds for ranks to end
 
 BIN = Path(sys.executable).parent
-PRELOADED = ("torch.distributed.run", "torch.nn.parallel", "numpy.testing")
+PRELOADED = (
+    "torch.distributed.run",
+    "torch.nn.parallel",
+    "numpy.testing",
+    "samestep.cli.run",
+    "samestep.planning.build_profile",
+    "samestep.planning.profile_script",
+    "samestep.planning.settings",
+    "samestep.verification.recording.recorder",
+    "samestep.verification.reference.alone",
+)
+HUGE_PAGE = 1 << 21
+MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # madvise(2)
+PREFORK_SERVER = prefork_server.__name__
+FRESH = ["--start", "spawn", "--hash-seeds"]  # how `samestep verify` starts its first recording
 THREADS = {"OMP_NUM_THREADS": "1"}
 
 ORDINARY_POPEN = subprocess.Popen
@@ -62,6 +84,19 @@ class ForkServer:
                 with socket.socket(fileno=os.dup(self._connection.fileno())) as link:
                     sendfds(link, descriptors)
             return self._connection.recv()
+
+    def prefork_server(self, command, environment, *, keep):
+        """Stands in for `launch.process.start` where a PreforkServer starts its process."""
+        modules = command[command.index(PREFORK_SERVER) + 3 :]
+        if not self.usable or changes_early_variables(environment):
+            return start_process(command, environment, keep=keep)
+        about = {
+            "folder": str(Path.cwd()),
+            "environment": environment,
+            "cores": os.sched_getaffinity(0),
+        }
+        pid = self.ask("prefork server", modules, about, descriptors=[1, 2, *keep])
+        return ForkedProcess(pid, lambda reap: self.ask("reap" if reap else "look", pid))
 
     @property
     def usable(self):
@@ -137,18 +172,15 @@ def forked_command(args, env):
     Options of the interpreter, code on the command line, and variables that are read when Python or torch starts take
     a fresh interpreter. So do modules that are told their parent's process number.
     """
-    from samestep.launch.start.fork import EARLY
-
     if isinstance(args, str | bytes) or not args:
         return None
     words = [os.fspath(word) for word in args]
     if any(isinstance(word, bytes) for word in words):
         return None
-    early = {**os.environ, **THREADS}
-    for name, value in (os.environ if env is None else env).items():
-        late = name in {"PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
-        if isinstance(name, bytes) or (name.startswith(EARLY) and not late and early.get(name) != value):
-            return None
+    if env is not None and any(isinstance(name, bytes) for name in env):
+        return None
+    if changes_early_variables(os.environ if env is None else env):
+        return None
     program, *rest = words
     if program in {str(BIN / "samestep"), "samestep"}:
         return "module", "samestep", rest
@@ -163,6 +195,17 @@ def forked_command(args, env):
     if rest and rest[0].endswith(".py"):
         return "script", rest[0], rest[1:]
     return None
+
+
+def changes_early_variables(environment):
+    """Returns whether variables that are read when Python or torch starts differ from the fork server's."""
+    early = {**os.environ, **THREADS}
+    return any(
+        name.startswith(EARLY)
+        and name not in {"PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
+        and early.get(name) != value
+        for name, value in environment.items()
+    )
 
 
 class ForkedRanks:
@@ -221,6 +264,8 @@ def main(descriptor):
     for name in PRELOADED:
         importlib.import_module(name)
     assert (problem := preimport("samestep", Path(os.devnull))) is None, problem
+    drop_finalizers()
+    use_huge_pages()
     connection = Connection(descriptor)
     started = {}
     with contextlib.suppress(EOFError, OSError):  # the test process has ended
@@ -228,6 +273,10 @@ def main(descriptor):
             match connection.recv():
                 case "command", command, about:
                     child = start_command(command, about, received(connection, 3))
+                    started[child.pid] = child
+                    connection.send(child.pid)
+                case "prefork server", modules, about:
+                    child = start_prefork_server(modules, about, *received(connection, 3))
                     started[child.pid] = child
                     connection.send(child.pid)
                 case "ranks", function, ranks, folder, args:
@@ -238,9 +287,35 @@ def main(descriptor):
                     if (code := exit_code(pid)) is not None:
                         started.pop(pid).wait()
                     connection.send(code)
+                case "look", pid:
+                    connection.send(exit_code(pid))
                 case "reap", pid:
                     connection.send(started.pop(pid).wait())
     os._exit(0)
+
+
+def drop_finalizers():
+    """Drops the finalizers by which torch removes its operators one by one: 45 ms at the end of every fork."""
+    for finalizer in list(weakref.finalize._registry):
+        finalized = finalizer.peek()
+        if finalized is not None and finalized[1].__module__ == "torch.library":
+            finalizer.detach()
+
+
+def use_huge_pages():
+    """Moves this process's memory to huge pages: a fork then copies 1/500 of the page table and takes 5 ms, not 12.
+
+    Where the kernel cannot, forks only take longer.
+    """
+    libc = ctypes.CDLL(None)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, permissions, _, _, _, *name = line.split()
+        if permissions == "rw-p" and name in ([], ["[heap]"]):
+            low, high = (int(address, 16) for address in addresses.split("-"))
+            low, high = -(-low // HUGE_PAGE) * HUGE_PAGE, high // HUGE_PAGE * HUGE_PAGE
+            for start in range(low, high, HUGE_PAGE):
+                for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):
+                    libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(HUGE_PAGE), advice)
 
 
 def received(connection, number):
@@ -256,14 +331,60 @@ def exit_code(pid):
 
 
 def start_command(command, about, streams):
-    from samestep.launch.start.fork import _forked
-
     try:
         work = partial(run_command, command, about)
         return _forked(work, about["environment"], tuple(streams), [])
     finally:
         for stream in streams:
             os.close(stream)
+
+
+def start_prefork_server(modules, about, stdout, stderr, link):
+    try:
+        work = partial(serve_forks, link, modules, about["folder"])
+        return _forked(work, about["environment"], (None, stdout, stderr), [link])
+    finally:
+        for descriptor in (stdout, stderr, link):
+            os.close(descriptor)
+
+
+def serve_forks(link, modules, folder):
+    os.chdir(folder)
+    os.set_inheritable(link, False)
+    try:
+        prefork_server._serve(Connection(link), modules)
+    except (EOFError, OSError):  # the caller has ended
+        os._exit(0)
+    except BaseException:  # noqa: BLE001  (printed, and the process ends)
+        traceback.print_exc()
+
+
+def fork_all_runs():
+    """Has this process, a `samestep verify`, fork the first recording, too, and fork the server that forks its runs."""
+    from samestep.verification import runner, runs
+
+    servers = []
+
+    class Server(prefork_server.PreforkServer):
+        def __init__(self, *args):
+            super().__init__(*args)
+            servers.append(self)
+
+    def forked_server(command, environment, *, keep):
+        modules = command[command.index(PREFORK_SERVER) + 3 :]
+        work = partial(serve_forks, *keep, modules, Path.cwd())
+        return _forked(work, environment, (None, 1, 2), keep)
+
+    def started(arguments, environment, output, server):
+        at = arguments.index("--start")
+        if server is None and servers and arguments[at : at + 3] == FRESH:
+            server = servers[-1]
+            assert (problem := server.why_unavailable()) is None, problem
+            arguments = [*arguments[:at], "--start", "fork", *arguments[at + 3 :]]
+        return start_run(arguments, environment, output, server)
+
+    start_run = runs._start
+    prefork_server.start, runner.PreforkServer, runs._start = forked_server, Server, started
 
 
 def run_command(command, about):
@@ -282,6 +403,8 @@ def run_command(command, about):
         else:
             import runpy
 
+            if (name, *arguments[:1]) == ("samestep", "verify"):
+                fork_all_runs()
             sys.argv[:] = [name, *arguments]
             runpy._run_module_as_main(name)
         code = 0

@@ -115,8 +115,8 @@ def test_a_finished_training_is_evaluated_again(tmp_path, capsys):
     assert share(capsys.readouterr().out) == first
 
 
-@pytest.mark.parametrize(("precision", "epochs"), [("bf16", 3), ("float64", 1)])
-def test_losses_are_never_in_less_than_float32(monkeypatch, capsys, precision, epochs):
+@pytest.mark.parametrize("precision", ["bf16", "float64"])
+def test_losses_are_never_in_less_than_float32(monkeypatch, capsys, precision):
     taken, mean = set(), samestep.Shards.mean
 
     def noted(batches, losses, *rest, **more):
@@ -124,9 +124,9 @@ def test_losses_are_never_in_less_than_float32(monkeypatch, capsys, precision, e
         return mean(batches, losses, *rest, **more)
 
     monkeypatch.setattr(samestep.Shards, "mean", noted)
-    assert digits.main(["--precision", precision, "--epochs", str(epochs)]) == 0
+    assert digits.main(["--precision", precision, "--epochs", "1"]) == 0
     assert taken == {common.dtype(precision)}
-    assert epochs < 3 or share(capsys.readouterr().out) > 80
+    assert share(capsys.readouterr().out) > 50
 
 
 def test_workers_and_micro_batches_train_too(capsys):

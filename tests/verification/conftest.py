@@ -12,20 +12,19 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
+from forkserver import FRESH
 from samestep.launch.process import Process
 from samestep.launch.start.prefork_server import PreforkServer
 from samestep.verification import runner, runs, verify
 
 collect_ignore_glob = ["frameworks/*", "conftest.py"]  # scripts of other libraries are run, not imported
 
-FRESH = ["--start", "spawn", "--hash-seeds"]
-
 
 @pytest.fixture(scope="session")
 def forks_runs() -> Iterator[PreforkServer]:
     """The process that forks the runs, with one thread each."""
     modules = [observer.partition(":")[0] for observer in (runner._RECORDER, runner._ALONE)]
-    process = PreforkServer({"PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"}, modules)
+    process = PreforkServer({"OMP_NUM_THREADS": "1"}, modules)
     assert process.why_unavailable() is None
     yield process
     process.close()

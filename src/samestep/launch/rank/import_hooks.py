@@ -39,7 +39,10 @@ def replace_function(package: str, changed: Mapping[Callable[..., Any], Callable
     """
     others = {id(own): other for own, other in changed.items()}
     for module in [each for name, each in sys.modules.items() if name == package or name.startswith(f"{package}.")]:
-        for name, value in list(vars(module).items()):
+        names = vars(module)
+        if others.keys().isdisjoint(map(id, names.values())):  # of nearly all modules, and five times as fast
+            continue
+        for name, value in list(names.items()):
             if id(value) in others:
                 setattr(module, name, others[id(value)])
 
