@@ -10,7 +10,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: help demo compiled test test-times test-gpu prove zoo check format bench docs readme clean
+.PHONY: help demo compiled test test-times test-gpu prove zoo check format bench docs package readme clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make format  format the sources"
 	@echo "make bench   the benchmarks, ours and theirs in alternation"
 	@echo "make docs    the pages as a site, in build/site; it needs no network"
+	@echo "make package the wheel and the source archive, in dist/, checked by twine"
 	@echo "make readme  draw the README's picture; write the diffs, codes, messages and commands into their pages"
 	@echo "make clean   remove the environment and caches; runs/ stays"
 
@@ -84,6 +85,13 @@ bench: $(VENV)/tested
 docs: $(VENV)/tested
 	@$(BIN)/python -m sphinx -W --keep-going -q -j auto -b html docs build/site
 	@echo "build/site/index.html"
+
+# The wheel in an empty environment: tests/test_package.py, in make prove.
+package: $(VENV)/installed
+	@$(PIP) install build hatchling twine
+	@rm -rf dist
+	@$(BIN)/python -m build -q --no-isolation --outdir dist
+	@$(BIN)/python -m twine check --strict dist/*
 
 readme: $(VENV)/installed
 	@$(BIN)/python scripts/readme.py
