@@ -35,3 +35,24 @@ def test_modules_are_remembered_in_their_order_until_they_are_gone(monkeypatch: 
     gc.collect()
     assert modules.alive() == [second, copied]
     assert (before.name, unfinished.__dict__) == ("before", {})
+
+
+def test_the_lines_that_make_a_module_and_its_model_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Base:
+        pass
+
+    monkeypatch.setattr(modules, "_made", [])
+    modules.remember(SimpleNamespace(Module=Base))
+
+    class Model(Base):
+        def __init__(self) -> None:
+            self.layers = [Base() for _ in range(2)]
+
+    def build() -> Model:
+        return Model()
+
+    model = build()
+    numbers = [[int(line.rpartition(":")[2]) for line in lines] for lines in modules.lines().values()]
+    first = build.__code__.co_firstlineno
+    assert numbers == [[first + 1] * 2, [first - 2, first + 1], [first - 2, first + 1]]
+    assert list(modules.lines()) == [id(one) for one in (model, *model.layers)]

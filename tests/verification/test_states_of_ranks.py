@@ -20,8 +20,8 @@ def start(**parameters: str) -> Event:
     return {"kind": "start", "parameters": parameters}
 
 
-def names(*of_parameters: str) -> Event:
-    return {"kind": "names", "optimizer": 0, "names": list(of_parameters)}
+def names(*of_parameters: str, **more: Any) -> Event:
+    return {"kind": "names", "optimizer": 0, "names": list(of_parameters), **more}
 
 
 def alike(*more: Event) -> list[Event]:
@@ -35,7 +35,11 @@ def begun_with(value: str, *more: Event, **others: str) -> list[Event]:
 
 @pytest.mark.parametrize(
     ("made", "where", "fix"),
-    [([wrap("w")], "train.py:12", "before DistributedDataParallel(model)"), ([], "train.py:15", "dist.broadcast")],
+    [
+        ([wrap("w")], "train.py:12", "before DistributedDataParallel(model)"),
+        ([], "train.py:15", "dist.broadcast"),
+        ([names("w", made=[("model.py:3", "train.py:9")])], "train.py:9", "dist.broadcast"),
+    ],
 )
 def test_other_parameters_before_the_first_step_are_found(made: list[Event], where: str, fix: str) -> None:
     first, other = (begun_with(value, *made, OPTIMIZER, v="a") for value in "bc")
@@ -67,6 +71,14 @@ def test_another_order_of_the_parameters_is_found(first: Event, other: Event, sa
     found = findings(states, record(alike(first), alike(other)))
     assert [finding.code for finding in found] == ([] if said is None else ["parameter-order-differs"])
     assert said is None or said in found[0].cause
+
+
+def test_another_order_is_found_where_a_rank_makes_the_module_that_is_in_another_place() -> None:
+    def rank(*order: str) -> list[Event]:
+        return alike(wrap(*order, made=[(f"model.py:{one}", "train.py:9") for one in order]))
+
+    (finding,) = findings(states, record(rank("1", "2"), rank("2", "1")))
+    assert finding.where == "model.py:2"
 
 
 @pytest.mark.parametrize(

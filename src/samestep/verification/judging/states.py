@@ -186,13 +186,14 @@ def _order(record: Record, kind: str, number: int, rank: int, first: list[str], 
     at = next((i for i, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), 0)
     here, there = (names[at] if at < len(names) else "nothing" for names in (first, other))
     what = "registers" if kind == "wrap" else "gives its optimizer"
-    event = record.ranks[rank].of("wrap" if kind == "wrap" else "optimizer")
+    wheres = [event["where"] for event in record.ranks[rank].of("wrap" if kind == "wrap" else "optimizer")]
+    made_at = _made(record.ranks[rank].of(kind)[number], there)[0] if kind == "wrap" else None
     return Finding(
         code="parameter-order-differs",
         severity="error" if kind == "wrap" or _differ_by_name(record) else "note",
         rank=record.ranks[rank].number,
         tensor=there,
-        where=event[number]["where"] if number < len(event) else None,
+        where=made_at or next(iter(wheres[number:]), None),
         cause=f"rank {record.ranks[rank].number} {what} {there} where rank 0 has {here} (parameter {at}): the ranks "
         "average, and broadcast, one tensor into another",
         fix="register parameters in one order on all ranks: iterate over a list or sorted(...), not over a set",
@@ -221,7 +222,7 @@ def unequal_start(record: Record, rank: int, names: list[str], when: str = "befo
         rank=other.number,
         step=0,
         tensor=names[0],
-        where=made(other.events),
+        where=_built(other, names[0]) or made(other.events),
         cause=f"{when} rank {other.number} has other values than rank {first.number} in {listed(names)}"
         + (f"; {NO_GROUP}" if record.has_no_group else ""),
         fix=_initial_fix(record),
@@ -238,6 +239,18 @@ def _initial_fix(record: Record) -> str:
     if record.ranks[0].of("wrap"):
         return "load or change weights before DistributedDataParallel(model), which sends rank 0's to all; not after it"
     return "for p in model.parameters(): dist.broadcast(p.data, src=0)    # once, before the first step"
+
+
+def _built(rank: Rank, name: str) -> str | None:
+    """Where a rank builds the model of a parameter that no wrapper makes equal."""
+    told = [] if rank.of("wrap") else rank.of("names")
+    return next((whole for event in told if (whole := _made(event, name)[1])), None)
+
+
+def _made(event: Event, name: str) -> tuple[str, str]:
+    """The lines that make the module of a parameter, and the model that it is a part of; empty if not known."""
+    told: dict[str, tuple[str, str]] = dict(zip(event["names"], event.get("made", []), strict=False))
+    return told.get(name, ("", ""))
 
 
 def made(events: Sequence[Event]) -> str | None:

@@ -6,12 +6,18 @@ them several times, and a checkpoint of one file for each tensor once for each.
 
 from __future__ import annotations
 
+import sys
 import weakref
+from types import FrameType
 from typing import Any
+
+from samestep.instrument.patch import call_site, is_own
 
 __all__: list[str] = []
 
-_made: list[list[weakref.ref[Any]]] = []  # one list, once modules are remembered
+Lines = tuple[str, str]  # of the user's code: where a module was made, and where the model that it is a part of was
+
+_made: list[list[tuple[weakref.ref[Any], Lines]]] = []  # one list, once modules are remembered
 
 
 def remember(module: Any) -> None:
@@ -20,12 +26,12 @@ def remember(module: Any) -> None:
     Args:
         module: torch.nn.modules.module.
     """
-    made: list[weakref.ref[Any]] = []
+    made: list[tuple[weakref.ref[Any], Lines]] = []
 
     def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         original = super(module.Module, cls).__new__
         one = original(cls) if original is object.__new__ else original(cls, *args, **kwargs)
-        made.append(weakref.ref(one))
+        made.append((weakref.ref(one), _made_at(sys._getframe(1), module.Module)))  # noqa: SLF001
         return one
 
     module.Module.__new__ = __new__
@@ -36,6 +42,23 @@ def alive() -> list[Any] | None:
     """Returns those that are alive, in the order in which they were made; None where nobody remembers them."""
     if not _made:
         return None
-    known = [(one, module) for one in _made[0] if (module := one()) is not None]
+    known = [(one, module) for one in _made[0] if (module := one[0]()) is not None]
     _made[0][:] = [one for one, _ in known]
     return [module for _, module in known if "_modules" in module.__dict__]  # another is under construction
+
+
+def lines() -> dict[int, Lines]:
+    """Returns id -> lines of the modules that are alive."""
+    return {id(module): told for one, told in (_made[0] if _made else []) if (module := one()) is not None}
+
+
+def _made_at(frame: FrameType, kind: type[Any]) -> Lines:
+    line = whole = call_site(frame)
+    outer: FrameType | None = frame
+    while outer is not None:
+        code = outer.f_code
+        is_init = code.co_name == "__init__" and code.co_argcount > 0 and is_own(code.co_filename)
+        if is_init and isinstance(outer.f_locals.get(code.co_varnames[0]), kind):
+            whole = call_site(outer.f_back)
+        outer = outer.f_back
+    return line, whole

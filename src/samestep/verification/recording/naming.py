@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from samestep.verification.recording.modules import alive
+from samestep.verification.recording.modules import Lines, alive, lines
 
 __all__: list[str] = []
 
@@ -44,6 +44,18 @@ def names_of(parameters: Iterable[Tensor]) -> dict[int, str]:
             if id(parameter) in wanted:
                 names.setdefault(id(parameter), prefix + bare(name))
     return names
+
+
+def made_at(parameters: Iterable[Any]) -> list[Lines]:
+    """Returns the lines that made the module of each parameter, and the model that it is a part of."""
+    made, nowhere = lines(), ("", "")
+    known = {
+        id(parameter): made.get(id(module), nowhere)
+        for root in roots()
+        for module in root.modules()
+        for parameter in module._parameters.values()  # noqa: SLF001  (those of a model under construction, too)
+    }
+    return [known.get(owner_of(one), nowhere) for one in parameters]
 
 
 def trained_of(module: nn.Module) -> dict[str, Tensor]:

@@ -80,7 +80,7 @@ class Optimizers:
 
         Of a flat parameter (FSDP1) it is the parameters that lie in it.
         """
-        from samestep.verification.recording.naming import of_optimizer
+        from samestep.verification.recording.naming import made_at, of_optimizer
 
         number = optimizer.samestep_number
         parameters = self._slices(optimizer, of_optimizer(optimizer))
@@ -90,7 +90,8 @@ class Optimizers:
             self._named[number] = names
             self._beside.pop(number, None)
             shapes = [list(parameter.shape) for parameter in parameters]
-            self._journal.write("names", optimizer=number, names=names, shapes=shapes)
+            made = made_at(parameters)
+            self._journal.write("names", optimizer=number, names=names, shapes=shapes, made=made)
         return dict(zip(names, parameters, strict=True))
 
     def _name(self, optimizer: Any) -> tuple[list[str], list[Any]]:

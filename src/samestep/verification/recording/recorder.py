@@ -327,7 +327,7 @@ class Recorder(Witness):
         """Writes down the order in which a model's parameters are registered, which DistributedDataParallel trusts."""
         from samestep.instrument.training import watch_bare_forward
         from samestep.verification.recording.flat import why_unknown
-        from samestep.verification.recording.naming import bare, named
+        from samestep.verification.recording.naming import bare, made_at, named
 
         if kind == "DistributedDataParallel":
             watch_bare_forward(self, model)
@@ -340,6 +340,7 @@ class Recorder(Witness):
             where=where,
             ranks=ranks,
             names=[name for name, _ in named(model)],
+            made=made_at([parameter for _, parameter in named(model)]),
             trained=[name for name, parameter in named(model) if parameter.requires_grad],
             ignored=sorted(map(bare, getattr(model, "parameters_to_ignore", ()))),
             unknown=why_unknown(model),
