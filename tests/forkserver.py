@@ -414,12 +414,15 @@ def run_command(command, about):
             print(end.code, file=sys.stderr)
     except BaseException as error:  # noqa: BLE001  (the interpreter would end here, too)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
-        sys.excepthook(type(error), error, own_frames_removed(error.__traceback__))
+        code = 1
+        try:
+            sys.excepthook(type(error), error, own_frames_removed(error.__traceback__))
+        except SystemExit as end:  # as Python does with one that a hook raises
+            code = end.code
         if isinstance(error, KeyboardInterrupt):
             sys.stdout.flush()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
-        code = 1
     leave(code)
 
 

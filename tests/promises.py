@@ -629,6 +629,7 @@ PROMISES: dict[str, list[str]] = {
     ],
     "error EmptyBatchError": [
         "tests/replicas/test_replicate.py::test_a_model_that_refuses_an_empty_batch_is_told_what_to_write",
+        "tests/replicas/test_replicate.py::test_an_empty_batch_is_tried_at_the_first_step_and_the_trial_leaves_no_trace",
     ],
     "error ModelError": [
         "tests/replicas/test_replicate.py::test_a_model_with_nothing_to_train_is_refused",
@@ -647,6 +648,7 @@ PROMISES: dict[str, list[str]] = {
         "tests/launch/test_spawn.py::test_the_rank_that_was_killed_is_named",
     ],
     "error RankVariablesError": [
+        "tests/launch/test_excepthook.py::test_wrong_variables_are_one_line_without_the_launcher_too",
         "tests/test_rankenv.py::test_half_set_or_contradictory_variables_are_named",
     ],
     "error RendezvousError": [

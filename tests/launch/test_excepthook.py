@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from samestep.errors import CheckpointError, DataError, PeerError, RankFailure, StepError
 from samestep.launch.rank.excepthook import needs_no_traceback
 from samestep.launch.rank.failure import describe
+from samestep.rankenv import fresh_environment
 
 
 def raised(kind, *arguments, after=None):
@@ -72,3 +74,13 @@ def test_the_sentence_is_shown_once_and_each_log_has_the_traceback(folder):
         log = folder.logs()[f"rank{rank}.err"]
         assert log.count("Traceback (most recent call last)") == 1
         assert "samestep.errors.StepError: the step is not over" in log
+
+
+@pytest.mark.parametrize("hook", ["", "sys.excepthook = lambda *_: print('a hook of its own', file=sys.stderr)"])
+def test_wrong_variables_are_one_line_without_the_launcher_too(tmp_path, hook):
+    (tmp_path / "train.py").write_text(f"import sys, samestep\n{hook}\nsamestep.world()\n", encoding="utf-8")
+    environment = fresh_environment() | {"RANK": "5", "WORLD_SIZE": "2"}
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    said = "samestep: error: RANK is 5 but WORLD_SIZE is 2: ranks count from 0, so RANK must be below WORLD_SIZE\n"
+    assert (done.returncode, done.stderr) == ((1, "a hook of its own\n") if hook else (2, said))

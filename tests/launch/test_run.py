@@ -185,3 +185,19 @@ def test_ranks_in_different_collectives_are_told_as_that_though_one_was_aborted(
     assert "the ranks were in unlike collectives" in line
     assert "`samestep verify` says what each had called" in line
     assert "unlike collectives" in folder.result["failure"]["message"]
+
+
+@pytest.mark.parametrize("option", [("-n", 2), ("--nproc-per-node=2",)])
+def test_a_number_of_processes_behind_the_script_is_explained(folder, option):
+    script = folder.script("""
+        import argparse
+        argparse.ArgumentParser().parse_args()
+    """)
+    done = folder.run(script, *option)
+    assert done.returncode == 2
+    words = " ".join(map(str, option))
+    (last, logs) = done.stderr.splitlines()[-2:]
+    said = f"{script} does not take {words}, and options of samestep run stand before the script"
+    assert last == f"samestep: error: {said}: samestep run {words} {script}"
+    assert logs.startswith("    logs: ")
+    assert "rank 0" not in done.stderr

@@ -1,5 +1,6 @@
 import copy
 import io
+import threading
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import TensorDataset
 import samestep
 from samestep.data.order import SampleOrder
 from samestep.errors import DataError, DeviceError, EmptyBatchError, ModelError, StepError
+from samestep.replicas.empty_batches import try_empty
 from samestep.testing import assert_same_bits
 
 TOLERANCE = 1e-12  # float64, values of order 1, sums of at most 12 terms over 6 steps
@@ -479,8 +481,60 @@ def view_of_nothing():
 def test_a_model_that_refuses_an_empty_batch_is_told_what_to_write(four_ranks):
     *fed, refused = four_ranks(view_of_nothing)
     assert fed == [None] * 3
-    assert "Viewing refused the empty batch of rank 3" in refused
-    assert "x.flatten(1) instead of x.view(x.size(0), -1)" in refused
+    assert refused.startswith("Viewing cannot take an empty batch (cannot reshape tensor of 0 elements into shape [0, ")
+    assert "and rank 3 has no sample in this micro-batch: write x.flatten(1) instead of x.view(x.size(0)" in refused
+    assert ". " not in refused
+
+
+class Noisy(Viewing):
+    """Draws random numbers and counts its forwards, which a trial must not change."""
+
+    def __init__(self, *, flat):
+        super().__init__()
+        self.norm, self.flat = nn.BatchNorm1d(4), flat
+        self.register_buffer("forwards", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x, other=None):
+        self.calls += 1
+        self.forwards += 1
+        x = x.flatten(1) if self.flat else x.view(x.size(0), -1)
+        return self.head(F.dropout(self.norm(x))) if other is None else x @ other
+
+
+def step_before_an_empty_batch(flat, samples):
+    with samestep.world() as world:
+        model = samestep.replicate(Noisy(flat=flat), world)
+        drawn = torch.get_rng_state()
+        try:
+            for number, (x,) in enumerate(
+                samestep.shards(TensorDataset(torch.ones(samples, 2, 2)), world, batch_size=8)
+            ):
+                if number == 0:
+                    model.train()(x)
+                    expected = torch.get_rng_state()
+                    torch.set_rng_state(drawn)
+                    F.dropout(torch.ones(2, 4))
+                    return model.module.calls, int(model.module.forwards), torch.equal(expected, torch.get_rng_state())
+        except EmptyBatchError as error:
+            return str(error)
+
+
+def test_an_empty_batch_is_tried_at_the_first_step_and_the_trial_leaves_no_trace(four_ranks):
+    refused = four_ranks(step_before_an_empty_batch, False, 10)
+    assert len(set(refused)) == 1
+    assert "), and the last step of an epoch has 2 samples for 4 ranks: write x.flatten(1)" in refused[0]
+    assert four_ranks(step_before_an_empty_batch, False, 12) == [(1, 1, True)] * 4  # none is empty
+    assert four_ranks(step_before_an_empty_batch, True, 10) == [(1, 1, True)] * 4
+
+
+def test_nothing_is_concluded_from_a_model_that_cannot_be_tried():
+    x, matrix = torch.ones(4, 2, 2), torch.ones(4, 4)
+    assert isinstance(try_empty(Noisy(flat=False), (x,), {}, 4, x.device), RuntimeError)
+    assert try_empty(Noisy(flat=False), (x, matrix), {}, 4, x.device) is None  # the matrix is as long as the batch
+    uncopied = Noisy(flat=False)
+    uncopied.lock = threading.Lock()
+    assert try_empty(uncopied, (x,), {}, 4, x.device) is None
 
 
 def step_in_mid_step():

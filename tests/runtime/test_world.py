@@ -285,7 +285,7 @@ def test_what_cannot_be_joined_is_refused_in_one_line(options, error, message):
 
 def test_half_set_variables_are_named(tmp_path):
     (code, _, err) = finish(start(tmp_path, RANK="0"))[0]
-    assert code == 1
+    assert code == 2
     assert "RANK is set ('0') but WORLD_SIZE is not" in last_line(err)
 
 

@@ -41,7 +41,7 @@ from samestep.launch.output.console import say
 from samestep.launch.process import end_for_mpiexec
 from samestep.launch.resources import visible_gpus
 from samestep.launch.result import RunResult, summary_lines
-from samestep.launch.run import RunSpec, launch, local_ranks, summary
+from samestep.launch.run import RunSpec, launch, local_ranks, misplaced, summary
 from samestep.launch.supervisor import DEFAULT_GRACE_S
 from samestep.paths import RunDirectory, rank_file
 from samestep.rankenv import set_variables, variable
@@ -239,7 +239,7 @@ def _announce(spec: RunSpec) -> None:
     warning = binding_warning([read_cores().usable] * spec.size, unbound_cores(), launcher="env")
     if len(spec.parts) == 1 and warning is not None:
         say(f"note: {warning}")
-    if spec.size == 1 and {"-n", "--nproc-per-node", "--nproc_per_node"} & set(spec.arguments):
+    if misplaced(spec):
         say("note: options behind the script are its own, and this is 1 process: `samestep run -n N train.py` starts N")
 
 

@@ -38,6 +38,20 @@ def slice_batch(batch: Any, begin: int, end: int) -> Any:
     return _map_tensors(batch, lambda tensor: tensor[begin:end])
 
 
+def first_samples(batch: Any, count: int, samples: int) -> Any:
+    """Returns `batch` with `count` of its samples, which are dim 0 of those tensors where it has that length.
+
+    >>> first_samples((torch.arange(4), torch.eye(2)), 1, 4)
+    (tensor([0]), tensor([[1., 0.],
+            [0., 1.]]))
+    """
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[:count] if tensor.dim() and len(tensor) == samples else tensor
+
+    return _map_tensors(batch, cut)
+
+
 def tensors_of(batch: Any) -> list[torch.Tensor]:
     """Returns the tensors in a batch, in order."""
     found: list[torch.Tensor] = []

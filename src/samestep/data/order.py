@@ -157,6 +157,12 @@ class StepPartitioner:
         """One past the last position that is used."""
         return self.total - self.total % self.batch_size if self.drop_last else self.total
 
+    @property
+    def last_has_empty(self) -> bool:
+        """Whether the epoch ends with a short step that leaves a rank without samples, as full steps do not."""
+        short = self.end % self.batch_size
+        return self.end < UNKNOWN and 0 < short < self.ranks <= self.batch_size < self.end
+
     def steps_from(self, cursor: int) -> int:
         return -(-max(0, self.end - cursor) // self.batch_size)
 

@@ -27,6 +27,7 @@ from samestep.runtime.scalar_sums import StepTag
 from samestep.runtime.step_state import StepLoss
 from samestep.runtime.world import World
 from samestep.seeding import derive_seed
+from samestep.text import plural
 
 __all__ = ["Shards"]
 
@@ -200,6 +201,7 @@ class Shards:
                     self._number,
                     ends=self.step_ends,
                     small_batch_hint=partial(self._small_batch_hint, current),
+                    empty_ahead=self._empty_ahead(current),
                     mean=self._mean_of(current),
                 )
                 if self._world.virtual is not None:
@@ -235,6 +237,14 @@ class Shards:
             self._report.add(share, step.local_slice)
 
         return StepLoss(step.weight, weigh, add, weighted=self._weigh is not None)
+
+    def _empty_ahead(self, current: CurrentStep) -> tuple[str, int] | None:
+        how = self._partitioner
+        if not how.last_has_empty or current.step.size < self.batch_size:
+            return None
+        kind = "ranks" if self._world.virtual is None else "virtual ranks"
+        last = f"the last step of an epoch has {plural(how.end % self.batch_size, 'sample')} for {how.ranks} {kind}"
+        return last, current.counts[current.micro]
 
     def _small_batch_hint(self, current: CurrentStep) -> str:
         step, parts = current.step, self._partitioner.ranks

@@ -303,8 +303,21 @@ def _write_record(spec: RunSpec, began: float, result: RunResult | None, restart
 
 
 def _last_lines(spec: RunSpec, result: RunResult, attempt: int) -> list[str]:
-    rank = 0 if result.root_cause is None else result.root_cause.rank
-    return summary_lines(result, _relative(spec.directory.logs(spec.owners[rank].machine, attempt)))
+    cause = result.root_cause
+    logs = _relative(spec.directory.logs(spec.owners[0 if cause is None else cause.rank].machine, attempt))
+    if (words := misplaced(spec)) and cause is not None and (cause.exception, cause.exit_code) == ("SystemExit", 2):
+        option, program = " ".join(words), f"{'-m ' if spec.is_module else ''}{spec.program}"
+        said = f"{spec.program} does not take {option}, and options of samestep run stand before the script"
+        return [f"samestep: error: {said}: samestep run {option} {program}", f"    logs: {logs}"]
+    return summary_lines(result, logs)
+
+
+def misplaced(spec: RunSpec) -> tuple[str, ...]:
+    """Returns the number of processes that stands behind the script: `-n 2` in `samestep run train.py -n 2`."""
+    for place, word in enumerate(spec.arguments if spec.size == 1 else ()):
+        if word.partition("=")[0] in {"-n", "--nproc-per-node", "--nproc_per_node"}:
+            return spec.arguments[place : place + (1 if "=" in word else 2)]
+    return ()
 
 
 def _relative(path: Path) -> Path:

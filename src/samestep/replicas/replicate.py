@@ -31,6 +31,7 @@ from samestep.replicas.buffers import broadcast_tensors, sync_buffers
 from samestep.replicas.compression import GradientCompression
 from samestep.replicas.ddp_engine import DDPEngine
 from samestep.replicas.drift import DriftGuard, DriftMonitor, guard_of
+from samestep.replicas.empty_batches import refusal, try_empty
 from samestep.replicas.local_sgd import LocalSGDEngine
 from samestep.replicas.nonfinite import POLICIES, NonFiniteGuard, Policy
 from samestep.replicas.reduction import METHODS, Reduce
@@ -67,6 +68,7 @@ class Replica(nn.Module):
     nonfinite: NonFiniteGuard | None = None
     drift: DriftMonitor | None = None
     compression: GradientCompression | None = None
+    _tried_empty = False  # whether the model takes an empty batch
     _plan: BucketPlan | None = None  # of an engine that is released
 
     def __init__(self, module: nn.Module, world: World, batchnorm: str, engine: Engine | None) -> None:
@@ -92,6 +94,8 @@ class Replica(nn.Module):
         try:
             if not torch.is_grad_enabled() or not _needs_engine(self.world):
                 return self.module(*args, **kwargs)
+            if not self._tried_empty and (ahead := self.world.step.empty_ahead) is not None:
+                self._try_empty(args, kwargs, *ahead)
             synchronised = self._training_engine()
             if self.nonfinite is not None:
                 self.nonfinite.note_inputs(args, kwargs)
@@ -99,10 +103,18 @@ class Replica(nn.Module):
         except (RuntimeError, IndexError, ValueError) as error:
             empty = any(tensor.dim() and not len(tensor) for tensor in tensors_of([args, kwargs]))
             if empty and not isinstance(error, SamestepError) and not lost_peer(error):
-                raise EmptyBatchError(_empty_batch(self.module, self.world.rank, error)) from error
+                where = f"rank {self.world.rank} has no sample in this micro-batch"
+                raise EmptyBatchError(refusal(self.module, error, where)) from error
             if isinstance(error, ValueError) and _ONE_VALUE in str(error) and not isinstance(error, SamestepError):
                 raise DataError(self._too_few(str(error).rpartition("input size ")[2])) from error
             raise
+
+    def _try_empty(self, args: Any, kwargs: Any, why: str, samples: int) -> None:
+        """Raises on all ranks, at the first step, what one of them would at the end of the epoch."""
+        self._tried_empty = True
+        error = try_empty(self.module, args, kwargs, samples, self.world.device)
+        if error is not None:
+            raise EmptyBatchError(refusal(self.module, error, why)) from error
 
     def _too_few(self, shape: str) -> str:
         hint, each = self.world.step.small_batch_hint, "rank" if self.world.virtual is None else "virtual rank"
@@ -184,13 +196,6 @@ def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *rest: A
 def _rename(state: dict[str, Any], old: str, new: str) -> None:
     for name in [name for name in state if name.startswith(old)]:
         state[new + name.removeprefix(old)] = state.pop(name)
-
-
-def _empty_batch(module: nn.Module, rank: int, error: Exception) -> str:
-    return (
-        f"{type(module).__name__} refused the empty batch of rank {rank}, which has no sample in this micro-batch: "
-        f"{str(error).splitlines()[0]}. Reshape without guessing a size: x.flatten(1) instead of x.view(x.size(0), -1)"
-    )
 
 
 def replicate(

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from samestep import rankenv
-from samestep.errors import UsageError
+from samestep.errors import RankVariablesError, RendezvousError, UsageError
 from samestep.launch.rank import control
+from samestep.launch.rank.excepthook import end_in_one_line
 from samestep.runtime import rng
 from samestep.runtime.axis import Axis
 from samestep.runtime.join import Membership, join_alone, join_ranks, use_existing_group
@@ -302,24 +303,28 @@ def world(
     """
     if deterministic or (virtual_ranks is not None and torch.cuda.is_available()):
         rng.use_deterministic_algorithms()
-    launcher_env = rankenv.read_rank_variables()
-    requested = None if device is None else torch.device(device)
-    if dist.is_available() and dist.is_initialized():
-        membership = use_existing_group(launcher_env, requested, pipeline, _seconds(timeout))
-    elif _is_alone(init_method, launcher_env, rank, size):
-        membership = join_alone(requested, backend, pipeline)
-    else:
-        membership = join_ranks(
-            init_method,
-            rank,
-            size,
-            backend=backend,
-            device=requested,
-            pipeline=pipeline,
-            launcher_env=launcher_env,
-            timeout_s=_seconds(timeout),
-            join_timeout_s=_seconds(join_timeout),
-        )
+    try:
+        launcher_env = rankenv.read_rank_variables()
+        requested = None if device is None else torch.device(device)
+        if dist.is_available() and dist.is_initialized():
+            membership = use_existing_group(launcher_env, requested, pipeline, _seconds(timeout))
+        elif _is_alone(init_method, launcher_env, rank, size):
+            membership = join_alone(requested, backend, pipeline)
+        else:
+            membership = join_ranks(
+                init_method,
+                rank,
+                size,
+                backend=backend,
+                device=requested,
+                pipeline=pipeline,
+                launcher_env=launcher_env,
+                timeout_s=_seconds(timeout),
+                join_timeout_s=_seconds(join_timeout),
+            )
+    except (RankVariablesError, RendezvousError) as error:
+        end_in_one_line(error)
+        raise
     if seed is not None:
         rng.seed_everything(seed, "model")
     folder = run_dir if run_dir is not None else rankenv.variable("SAMESTEP_RUN_DIR")

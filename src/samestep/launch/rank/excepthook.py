@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from traceback import walk_tb
+from types import TracebackType
 
 from samestep.errors import PeerError, RankFailure, SamestepError
-from samestep.launch.rank.failure import RPC_TIMEOUT, FailureRecord, one_line
+from samestep.launch.rank.failure import RPC_TIMEOUT, FailureRecord, exit_code, one_line
 from samestep.launch.rank.user_code import below_the_launcher, format_traceback, is_user_file, text_in, tried
 
 
@@ -64,9 +66,29 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         yield cause
 
 
+def end_in_one_line(error: SamestepError) -> None:
+    """Lets this process, if it catches an error nowhere, end with its message and exit code, and without a traceback.
+
+    For errors of how the process was started: no line of the script is wrong. The launcher's ranks are shown by it, and
+    a script that shows exceptions in its own way does so.
+    """
+    if not _is_pythons_hook():
+        return
+    shown, ending = sys.excepthook, weakref.ref(error)  # a script may catch it, and go on
+
+    def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if value is not ending():
+            shown(kind, value, trace)
+            return
+        write_stderr(f"samestep: error: {text_in(value)}\n")
+        raise SystemExit(exit_code(value))  # Python ends with it
+
+    sys.excepthook = show
+
+
 def _is_pythons_hook() -> bool:
     hook = sys.excepthook
-    return hook is sys.__excepthook__ or str(getattr(hook, "__module__", "")).startswith("torch.")
+    return hook is sys.__excepthook__ or str(getattr(hook, "__module__", "")).startswith(("torch.", "samestep."))
 
 
 def _print_traceback(error: BaseException) -> None:
