@@ -201,7 +201,7 @@ class Shards:
                     self._number,
                     ends=self.step_ends,
                     small_batch_hint=partial(self._small_batch_hint, current),
-                    empty_ahead=self._empty_ahead(current),
+                    empty_later=self._empty_later(current),
                     mean=self._mean_of(current),
                 )
                 if self._world.virtual is not None:
@@ -238,7 +238,7 @@ class Shards:
 
         return StepLoss(step.weight, weigh, add, weighted=self._weigh is not None)
 
-    def _empty_ahead(self, current: CurrentStep) -> tuple[str, int] | None:
+    def _empty_later(self, current: CurrentStep) -> tuple[str, int] | None:
         how = self._partitioner
         if not how.last_has_empty or current.step.size < self.batch_size:
             return None

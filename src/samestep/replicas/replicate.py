@@ -94,8 +94,8 @@ class Replica(nn.Module):
         try:
             if not torch.is_grad_enabled() or not _needs_engine(self.world):
                 return self.module(*args, **kwargs)
-            if not self._tried_empty and (ahead := self.world.step.empty_ahead) is not None:
-                self._try_empty(args, kwargs, *ahead)
+            if not self._tried_empty and (later := self.world.step.empty_later) is not None:
+                self._try_empty(args, kwargs, *later)
             synchronised = self._training_engine()
             if self.nonfinite is not None:
                 self.nonfinite.note_inputs(args, kwargs)

@@ -42,7 +42,7 @@ class StepState:
     # returns why the last micro-batch has so few samples, and what to do; None outside of steps
     small_batch_hint: Callable[[], str] | None = None
     # why some rank will have no sample in the last step, and how many this micro-batch has; None where none will
-    empty_ahead: tuple[str, int] | None = None
+    empty_later: tuple[str, int] | None = None
     mean: StepLoss | None = None  # of the step whose micro-batch was yielded last; None outside of steps
     # called on every rank where a loop over a loader has come to its end
     epoch_ends: list[Callable[[], None]] = field(default_factory=list)
@@ -64,18 +64,18 @@ class StepState:
         *,
         ends: bool,
         small_batch_hint: Callable[[], str] | None = None,
-        empty_ahead: tuple[str, int] | None = None,
+        empty_later: tuple[str, int] | None = None,
         mean: StepLoss | None = None,
     ) -> None:
         """A loader yields a micro-batch, which ends its step or does not."""
         self._open[loader] = ends
-        self.small_batch_hint, self.empty_ahead, self.mean = small_batch_hint, empty_ahead, mean
+        self.small_batch_hint, self.empty_later, self.mean = small_batch_hint, empty_later, mean
 
     def leave(self, loader: int) -> None:
         """A loader's step is over, or was abandoned."""
         self.steps += self._open.pop(loader, None) is not None
         if not self._open:
-            self.small_batch_hint = self.empty_ahead = self.mean = None
+            self.small_batch_hint = self.empty_later = self.mean = None
 
     def end_epoch(self) -> None:
         """A loop over a loader has come to the end of its epoch. Collective: as the loop is."""
