@@ -22,6 +22,8 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted(DOCS.rglob("*.md"))]
 ELSEWHERE = {  # which test has the block
     ("start.md", 0): "tests/test_site.py",
+    ("ci.md", 0): "tests/examples/test_clusters_and_ci.py, by examples/ci/test_training.py",
+    ("ci.md", 1): "tests/examples/test_clusters_and_ci.py, by examples/ci/test_training.py",
     ("rpc.md", 0): "tests/examples/test_examples.py, by examples/rpc_parameter_server.py",
     ("mpi.md", 0): "tests/examples/test_examples.py, by examples/mpi_hello.py",
     ("verify.md", 0): "tests/verification/test_verify.py",
