@@ -59,6 +59,14 @@ def test_a_slow_rank_is_named_with_what_it_costs(tmp_path):
     assert "19.0 ms a step, 1.27 times the others' 15.0 ms, and it loses most in backward" in piece.text
 
 
+def test_what_slow_ranks_cost_is_told_by_one_rule(tmp_path):
+    made = Made(tmp_path, ranks=2, own=lambda rank, step: OWN | {"backward": 20_000 if rank == 1 else 8_000})
+    found = advised(made)
+    assert "The largest is waiting for slower ranks" in found["communication"].text
+    gains = [found[code].gain for code in ("communication", "straggler")]
+    assert gains == pytest.approx([12 / 30] * 2)  # of a step; `samestep run` says the same of it
+
+
 def test_ranks_that_are_slow_in_turn_are_not_named(tmp_path):
     made = Made(tmp_path, steps=21, own=lambda rank, step: OWN | {"backward": 8_000 + 4_000 * ((rank + step) % 2)})
     found = advised(made)

@@ -56,6 +56,7 @@ def advice(analysis: RunAnalysis) -> list[Advice]:
     return [*_communication(analysis), *sorted(found, key=lambda piece: -piece.gain)]
 
 
+SLOWER = "waiting for slower ranks"
 CHANGES = {
     SYNC_BATCHNORM: (
         "It exchanges statistics in every layer, forwards and backwards: larger batches for each rank do it less often "
@@ -65,7 +66,7 @@ CHANGES = {
     "the exchange of gradients": "Larger batches for each rank, or two micro-batches a step, do it less often",
     "the script's own calls": "Call them less often, or with `async_op=True`",
     "calls within libraries": "Look which library calls them in each step",
-    "waiting for slower ranks": "Look for what makes ranks slower than others",
+    SLOWER: "Look for what makes ranks slower than others",
 }
 
 
@@ -78,14 +79,18 @@ def _communication(analysis: RunAnalysis) -> Iterator[Advice]:
     parts = [(name, account.part(spent)) for name, spent in causes]
     shares = ", ".join(f"{name} {format_percent(part)}" for name, part in parts if part >= LEAST)
     name, spent = causes[0]
-    where = ""
+    where, how = "", f"all of the time that {name} takes"
     if calls := [call for call in analysis.calls if _cause_of(call) == name]:
         where = f", called at {escape_control(calls[0].where)}"
     text = (
         f"Collectives take {format_percent(account.part(account.waits))} of a step: {shares}. The largest is "
         f"{name}{where}. {CHANGES[name]}"
     )
-    yield Advice("communication", text, f"all of the time that {name} takes", account.part(spent))
+    if name == SLOWER:  # `spent` is the mean of the ranks; the slow one, which waits for nobody, is among them
+        waits = analysis.table.steady.waits
+        spent = analysis.table.steady.mean(waits.max(axis=0) - waits.min(axis=0))
+        how = "what the rank that waits longest in a step waits beyond the one that waits least"
+    yield Advice("communication", text, how, account.part(spent))
 
 
 def _causes(analysis: RunAnalysis) -> dict[str, float]:
@@ -100,7 +105,7 @@ def _causes(analysis: RunAnalysis) -> dict[str, float]:
     spent["calls within libraries"] = max(0.0, collective - named * share)
     left = account.transfer - sum(spent.values())
     spent["the exchange of gradients"] = max(0.0, min(left, account.phases.get("wait", 0.0)))
-    spent["waiting for slower ranks"] = max(0.0, account.waits - sum(spent.values()))
+    spent[SLOWER] = max(0.0, account.waits - sum(spent.values()))
     return spent
 
 
