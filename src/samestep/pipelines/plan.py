@@ -191,7 +191,7 @@ def plan_pipeline(
     weight: Callable[[Any], float] | None = None,
     repeats: int = REPEATS,
 ) -> PipelinePlan:
-    """Measures a model's layers, and returns the cut and the schedule of which none is predicted to be quicker.
+    """Measures a model's layers, and returns the cut and the schedule of which none is predicted to be faster.
 
     Args:
         model: on the device that it is measured on: an nn.Sequential, or any whose forward torch.fx can follow; or

@@ -223,7 +223,7 @@ def replicate(
         world: the world.
         buckets: size of a gradient bucket in MiB; by default DistributedDataParallel's 25, after a first one of 1.
             "auto" measures, in the first seventy steps, when gradients become ready and what an all-reduce takes,
-            tries the sizes that should end earliest, and keeps them where they are quicker: `print(model.buckets)`.
+            tries the sizes that should end earliest, and keeps them if they are faster: `print(model.buckets)`.
             The same gradients, bit for bit, wherever those do not depend on buckets; see `docs/buckets.md`. On a
             world of one and on virtual ranks there is nothing to choose.
         reduce: how the ranks' gradients are added. By default in shared memory where ranks on CPUs share a host, some
@@ -242,7 +242,7 @@ def replicate(
             sees a row and a column. "off" does not look.
         compress: for slow links: gradients travel in fewer bytes, "fp16", "bf16", "int8", "sign", "topk" or "powersgd",
             or a codec of `samestep.compress` with settings. Another training, which converges where the codec suits it;
-            `samestep bench compress` tells whether it is quicker on this network, and `docs/compression.md` more. What
+            `samestep bench compress` tells whether it is faster on this network, and `docs/compression.md` more. What
             a rank still owes is saved in checkpoints of the model. On a world of one it changes nothing.
         average_every: for links slower still: ranks step by themselves, and average their parameters every so many
             optimizer steps, before every evaluation and save, and in `model.average()` (local SGD). Another training,

@@ -259,8 +259,8 @@ KINDS = {
         "The message says what to write, or names the line; [pipelines](pipelines.md#what-can-be-cut) has each case.",
     ),
     "RendezvousError": Kind(
-        "A rank that never came, an address where nobody listens, a rank that is there twice, a file of a dead run, "
-        "hosts with unlike versions of samestep or torch, another SAMESTEP_TOKEN.",
+        "A rank that never came, an address on which no process listens, a rank that is there twice, a file of a "
+        "dead run, hosts with different versions of samestep or torch, another SAMESTEP_TOKEN.",
         "It says who waited where, how long, and for whom. `samestep doctor --hosts a,b` tries every pair of hosts. It "
         "counts as a consequence: where a rank died on its way here, that rank is blamed.",
     ),
