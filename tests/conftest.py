@@ -115,6 +115,7 @@ def pytest_configure(config):
 def pytest_collection_finish(session):
     """Makes garbage collections cheap, which end every world: they pass over what the collection of tests has made."""
     torch.set_num_threads(1)  # the models are so small that threads only wait for each other
+    gc.set_threshold(20_000, 20, 20)  # collections of this process, which no test is about, took a tenth of its time
     if len(session.items) > 500:
         importlib.import_module("torch._dynamo")  # the first optimizer does
     gc.collect()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import signal
@@ -44,6 +45,8 @@ PRELOADED = (
     "torch.distributed.run",
     "torch.nn.parallel",
     "numpy.testing",
+    "scipy.stats",  # most of what scikit-learn imports, which itself some scripts replace
+    "joblib",
     "samestep.cli.run",
     "samestep.planning.build_profile",
     "samestep.planning.profile_script",
@@ -261,8 +264,10 @@ def main(descriptor):
     from samestep.launch.start.fork import preimport
 
     os.set_inheritable(descriptor, False)
+    gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.enable()
     assert (problem := preimport("samestep", Path(os.devnull))) is None, problem
     drop_finalizers()
     use_huge_pages()

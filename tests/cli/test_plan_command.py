@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -85,9 +88,21 @@ def plan(*arguments: object) -> int:
     return main([str(each) for each in arguments])
 
 
-def test_a_plan_is_a_table_sentences_and_what_to_do_next(files, capsys) -> None:
-    assert plan("--profile", files[0], "--cluster", files[1]) == 0
-    said = capsys.readouterr().out
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder with every file that a plan writes, and what it prints."""
+    folder = tmp_path_factory.mktemp("planned")
+    (folder / "cluster.toml").write_text(CLUSTER)
+    profile().save(folder / "profile.json")
+    given = ["--profile", folder / "profile.json", "--cluster", folder / "cluster.toml"]
+    picture = ["--picture", folder / "plan.html"] if find_spec("plotly") else []
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert plan(*given, "--json", folder / "plan.json", "--apply", folder / "chosen.toml", *picture) == 0
+    return folder, printed.getvalue()
+
+
+def test_a_plan_is_a_table_sentences_and_what_to_do_next(planned) -> None:
+    _, said = planned
     assert "train.py: a step of 64 samples takes 80 ms on cpu, 1 thread (10 steps)" in said
     assert "cluster: 4 hosts of 4 devices, switch of 4 ports" in said
     rows = [line.split()[0] for line in said.splitlines() if line.strip()[:1].isdecimal() and "%" in line]
@@ -96,20 +111,18 @@ def test_a_plan_is_a_table_sentences_and_what_to_do_next(files, capsys) -> None:
         assert any(line.startswith(begin) for line in said.splitlines()), begin
 
 
-def test_every_number_is_in_the_json_and_the_parts_add_up(files, tmp_path) -> None:
-    assert plan("--profile", files[0], "--cluster", files[1], "--json", tmp_path / "plan.json") == 0
-    told = json.loads((tmp_path / "plan.json").read_text())
+def test_every_number_is_in_the_json_and_the_parts_add_up(planned) -> None:
+    told = json.loads((planned[0] / "plan.json").read_text())
     assert [point["ranks"] for point in told["points"]] == [1, 2, 4, 8, 16]
     assert told["best"]["seconds"] == pytest.approx(sum(told["best"]["parts"].values()))
     assert told["alone_s"] == pytest.approx(0.08)
 
 
-def test_the_settings_are_those_that_run_takes(files, tmp_path) -> None:
-    assert plan("--profile", files[0], "--cluster", files[1], "--apply", tmp_path / "chosen.toml") == 0
-    chosen = load(tmp_path / "chosen.toml")
+def test_the_settings_are_those_that_run_takes(planned) -> None:
+    chosen = load(planned[0] / "chosen.toml")
     assert chosen.processes == 4
     assert chosen.buckets is not None
-    assert (tmp_path / "chosen.toml").read_text().startswith("# train.py on 4 hosts of 4 devices")
+    assert (planned[0] / "chosen.toml").read_text().startswith("# train.py on 4 hosts of 4 devices")
 
 
 def test_ranks_that_do_not_fill_their_last_host_are_started_with_slots(files, tmp_path, capsys) -> None:
@@ -223,10 +236,9 @@ def test_without_a_cluster_file_the_links_of_this_machine_are_measured(two_ranks
     assert measure_cluster.local_cluster().ranks == 1
 
 
-def test_the_picture_is_a_page_that_needs_no_network(files, tmp_path) -> None:
+def test_the_picture_is_a_page_that_needs_no_network(planned) -> None:
     pytest.importorskip("plotly")
-    assert plan("--profile", files[0], "--cluster", files[1], "--picture", tmp_path / "plan.html") == 0
-    page = (tmp_path / "plan.html").read_text()
+    page = (planned[0] / "plan.html").read_text()
     assert "bandwidth of the all-reduce" in page
     assert 'src="http' not in page
 
@@ -240,7 +252,7 @@ def test_a_better_order_of_the_ranks_is_proposed(files, tmp_path, capsys) -> Non
 
 
 def test_who_reads_no_further_is_no_failure_to_complain_of(files, tmp_path) -> None:
-    words = [sys.executable, "-m", "samestep", "plan", "--profile", files[0], "--cluster", files[1]]
+    words = [sys.executable, "-m", "samestep", "plan", "--profile", files[0], "--cluster", files[1], "--ranks", 1]
     command = [*map(str, words), "--json", str(tmp_path / "plan.json")]
     read, write = os.pipe()
     os.close(read)

@@ -37,8 +37,9 @@ def command_of(name: str) -> list[str]:
     "name", [pytest.param(name, marks=pytest.mark.prove) if name in PROVED else name for name in SAID]
 )
 def test_an_example_runs_on_fake_gpus(name: str, tmp_path: Path) -> None:
+    run, *words = command_of(name)
     done = subprocess.run(
-        [sys.executable, "-m", "samestep", *command_of(name)],
+        [sys.executable, "-m", "samestep", run, "--start", "fork", *words],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -85,7 +85,11 @@ with samestep.world(pipeline=2) as world:
         ("samestep.clip_grad_norm_(stage, 0.1)", []),
         # each stage by the norm of its own gradients
         ("nn.utils.clip_grad_norm_(stage.parameters(), 0.01)", ["pipeline-inexact", "gradient-differs"]),
-        ("[each.grad.mul_(1 + world.rank) for each in stage.parameters()]", ["pipeline-inexact"]),
+        pytest.param(
+            "[each.grad.mul_(1 + world.rank) for each in stage.parameters()]",
+            ["pipeline-inexact"],
+            marks=pytest.mark.prove,
+        ),
     ],
 )
 def test_a_pipeline_is_the_same_training_or_what_it_does_is_found(
