@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ports import free_port
 from samestep.rankenv import fresh_environment
 
 ROOT = Path(__file__).parent.parent.parent
@@ -82,10 +83,10 @@ def test_a_pod_s_command_has_options_that_run_takes(name, tmp_path):
 
 @pytest.mark.prove
 @pytest.mark.parametrize("name", ["job.yaml", "pytorchjob.yaml"])
-def test_the_pods_of_a_manifest_are_one_run(name, tmp_path, port):
+def test_the_pods_of_a_manifest_are_one_run(name, tmp_path):
     script = 'import os\nprint("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"])\n'
     (tmp_path / "train.py").write_text(script)
-    templates, first, variable = pods(name)
+    (templates, first, variable), port = pods(name), free_port()
 
     def run(number):
         environment = fresh_environment() | {variable: str(number), "WORLD_SIZE": "2", "SAMESTEP_TOKEN": TOKEN}
