@@ -6,8 +6,7 @@
 samestep run -n 3 examples/rpc_reinforcement.py
 samestep run -n 1 examples/rpc_reinforcement.py        # all observers live beside the agent
 
-A ball falls in a random column, and a paddle moves below. Each move of four observers' games asks the policy once for
-all of them, so the weights have the same bits on however many ranks.
+A ball falls, and a paddle moves below. One forward pass answers four observers: the same bits on any number of ranks.
 """
 
 import hashlib
@@ -17,7 +16,6 @@ import threading
 import torch
 from torch import nn
 from torch.distributed import rpc
-from torch.distributions import Categorical
 
 COLUMNS, MOVES, OBSERVERS, GAMES, ROUNDS = 7, 6, 4, 64, 50
 
@@ -38,7 +36,7 @@ class Agent:
             self.asked[observer], chosen = states, self.chosen
             if len(self.asked) == OBSERVERS:
                 everybodys = torch.stack([self.asked.pop(number) for number in range(OBSERVERS)])
-                actions = Categorical(logits=self.policy(everybodys)).sample()
+                actions = torch.distributions.Categorical(logits=self.policy(everybodys)).sample()
                 self.moves.append((everybodys, actions))
                 self.chosen = torch.futures.Future()
                 chosen.set_result(actions)
@@ -47,7 +45,7 @@ class Agent:
     def learn(self, rewards):
         """Makes what has led to more than the mean reward likelier (REINFORCE)."""
         states, actions = map(torch.stack, zip(*self.moves, strict=True))
-        likely = Categorical(logits=self.policy(states)).log_prob(actions).sum(0)
+        likely = torch.distributions.Categorical(logits=self.policy(states)).log_prob(actions).sum(0)
         self.optimizer.zero_grad()
         (-likely * (rewards - rewards.mean())).mean().backward()
         self.optimizer.step()

@@ -333,7 +333,8 @@ def batchnorm_mode(model: nn.Module, world: World, requested: str | None) -> str
     if mode == "synchronised" and world.virtual is not None and any(isinstance(m, _BatchNorm) for m in model.modules()):
         raise ModelError(
             f"{type(model).__name__} has BatchNorm, and virtual ranks are computed one after another, so statistics "
-            "over all of them are not available: replicate(model, world, batchnorm='local') takes each slice's own"
+            "over all of them are not available: samestep.replicate(model, world, batchnorm='local') takes those of "
+            "each virtual rank by itself, as DistributedDataParallel does on as many processes"
         )
     return mode
 
