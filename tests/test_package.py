@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NEEDED = ("pyproject.toml", "README.md", "LICENSE", "src")
 
-pytestmark = pytest.mark.prove
+pytestmark = [pytest.mark.prove, pytest.mark.timeout(900)]
 
 
 def call(*command, cwd, **variables):

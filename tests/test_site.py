@@ -242,6 +242,7 @@ def started(folder, *command):
 
 
 @pytest.mark.prove
+@pytest.mark.timeout(900)  # up to 13 runs of verify, each with the import of torch
 @pytest.mark.parametrize(
     ("diffs", "ranks", "is_same"), [((0,), (1, 2), False), ((0, 1), (1, 2, 4), True), ((2,), (1, 2), True)]
 )
