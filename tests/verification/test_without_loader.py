@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from journals import Event, record, step, stepped, trained
+from journals import Event, chance_findings, record, step, stepped, trained
 from lazily import Lazily
 
 import samestep
@@ -363,6 +363,30 @@ def test_what_is_drawn_before_the_samples_are_there_is_no_noise() -> None:
     assert "the script draws nothing itself" not in report.coverage["random"]
 
 
+@pytest.mark.parametrize(
+    ("alone", "windows", "name", "codes"),
+    [
+        ([64, 4], [2, 3], "torch.randn", ["random-streams"]),
+        ([32, 4], [2, 3], "torch.randn", []),  # noise for the whole batch, of which each rank takes its part
+        ([64, 4], [2], "torch.randn", []),  # parameters, say
+        ([64, 4], [2, 3], "torch.randint", []),  # places in each rank's own samples
+    ],
+)
+def test_equal_noise_of_which_one_process_draws_more_is_found(
+    alone: list[int], windows: list[int], name: str, codes: list[str]
+) -> None:
+    """A generator that all ranks seed alike draws the places of the whole batch, and the noise of each part."""
+    places = [f"{window}|train.py:4|1" for window in windows]
+    theirs: list[Event] = [
+        {"kind": "draw", "place": place, "digest": place, "name": name, "shape": [32, 4], "within": False}
+        for place in places
+    ]
+    own: list[Event] = [{"kind": "own_draw", "place": place, "shape": alone} for place in places]
+    found = chance_findings(record(theirs, theirs), *own)
+    assert [one.code for one in found] == codes
+    assert not found or (found[0].step, found[0].where, found[0].severity) == (2, "train.py:4", "error")
+
+
 def test_what_is_drawn_before_the_first_batch_of_a_loader_is_neither() -> None:
     drawn: dict[str, Any] = {"kind": "draw", "place": "-1|train.py:4|0", "digest": "d", "name": "torch.randn"}
     drawn |= {"shape": [64], "within": False}
@@ -495,3 +519,25 @@ def test_places_that_all_draw_alike_choose_the_same_samples_unless_noise_is_draw
     ours = record(*(process("draw", f"part {i}", *([one] if one else [])) for i, one in enumerate(own)))
     alone = Run(Ended(code=0, hung=False, failure=None, folder=Path()), record(process("own_draw", "whole")))
     assert Comparison(ours, alone, Others(lambda: alone, list)).has_other_samples(ours.ranks[0].steps) == are_others
+
+
+@pytest.mark.parametrize(
+    ("drawn", "alone", "is_so"),
+    [
+        (("ab", "cd"), "acbd", True),
+        (("ab", "ab"), "ab", False),  # all ranks draw alike: nothing is drawn for each sample
+        (("ab", "cd"), "ab", False),
+        (("a", "b"), "", False),
+    ],
+)
+def test_one_process_draws_for_all_where_its_numbers_are_those_of_all_ranks(
+    tmp_path: Path, drawn: tuple[str, str], alone: str, *, is_so: bool
+) -> None:
+    """Each environment has a generator, and their observations lie side by side: no row is one sample."""
+
+    def draws(kind: str, digests: str) -> list[Event]:
+        return [{"kind": kind, "place": f"0|train.py:4|{i}", "digest": one} for i, one in enumerate(digests)]
+
+    ours = record(*(draws("draw", one) for one in drawn))
+    whole = Run(Ended(code=0, hung=False, failure=None, folder=tmp_path), record(draws("own_draw", alone)))
+    assert Comparison(ours, whole, Others(lambda: whole, list)).draws_for_all({0}) == is_so

@@ -417,6 +417,9 @@ def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], 
 
         return runner.side_by_side(one, everybody)
 
+    def own_draws() -> Run:
+        return alone("draws of its own", own_draws=True)
+
     def strided() -> Run:
         return alone("draws cut by [rank::world_size]", strided=True)
 
@@ -465,6 +468,7 @@ def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], 
             exact,
             in_turn=in_turn,
             twice=twice,
+            own_draws=own_draws,
             redrawn=[strided, *([one_by_one] if record.micro_batches else [])],
         )
         if record.is_averaged_within:  # by its update it is known how such a step uses gradients

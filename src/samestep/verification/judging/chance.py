@@ -25,6 +25,7 @@ def judge(record: Record, whole: Run, report: Report) -> None:
     record = record.data
     drawn = [{event["place"]: event for event in rank.of("draw") if event["within"]} for rank in record.ranks]
     report.add(_alike(record, drawn, whole))
+    report.add(_alike_without_loader(record, whole))
     report.add(_no_longer_apart(record))
     report.add(_masks(record))
     report.add(_workers(record))
@@ -43,18 +44,41 @@ def _alike(record: Record, drawn: list[dict[str, dict[str, object]]], whole: Run
             if first is None or first["digest"] is None or event["name"] not in _NOISE or not _is_much(event["shape"]):
                 continue
             if first["digest"] == event["digest"] and alone.get(place) != event["shape"]:
-                window, where = place.rpartition("|")[0].split("|", 1)  # a path may have one too
-                yield Finding(
-                    code="random-streams",
-                    severity="error" if place in alone else "note",
-                    rank=record.ranks[rank].number,
-                    step=int(window),
-                    where=where,
-                    cause=f"rank {record.ranks[rank].number} draws the very numbers that rank 0 draws ({event['name']} "
-                    f"of {event['shape']}): all ranks were seeded alike",
-                    fix="torch.manual_seed(seed + rank)    # after the model is made, which all ranks seed alike",
-                )
+                yield _drawn_alike(record.ranks[rank].number, event, is_error=place in alone)
                 return
+
+
+def _alike_without_loader(record: Record, whole: Run) -> Iterator[Finding]:
+    """Equal noise at several steps, of which one process draws N times as much: the ranks share one batch."""
+    if are_loaded(record):
+        return
+    alone = {event["place"]: event["shape"] for rank in whole.record.ranks for event in rank.of("own_draw")}
+    first = {event["place"]: event["digest"] for event in record.ranks[0].of("draw")}
+    for rank in record.ranks[1:]:
+        begun: dict[str, Event] = {}
+        for event in rank.of("draw"):
+            place, shape = event["place"], event["shape"]
+            if event["name"] not in _NOISE or event["digest"] is None or first.get(place) != event["digest"]:
+                continue
+            if _is_much(shape) and alone.get(place) == [record.size * shape[0], *shape[1:]]:
+                window, _, line = place.partition("|")
+                if begun.setdefault(line, event)["place"].partition("|")[0] != window:
+                    yield _drawn_alike(rank.number, begun[line], is_error=True)
+                    return
+
+
+def _drawn_alike(rank: int, event: Event, *, is_error: bool) -> Finding:
+    window, where = event["place"].rpartition("|")[0].split("|", 1)  # a path may have one too
+    return Finding(
+        code="random-streams",
+        severity="error" if is_error else "note",
+        rank=rank,
+        step=int(window),
+        where=where,
+        cause=f"rank {rank} draws the very numbers that rank 0 draws ({event['name']} of {event['shape']}): "
+        "all ranks were seeded alike",
+        fix="torch.manual_seed(seed + rank)    # after the model is made, which all ranks seed alike",
+    )
 
 
 def _no_longer_apart(record: Record) -> Iterator[Finding]:

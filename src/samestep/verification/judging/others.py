@@ -21,6 +21,7 @@ class Others:
         of_ranks: with what each rank used, for itself.
         in_turn: with samples of its own, a step for each of the ranks', from what a step of the ranks begins with; with
             its gradients before clipping.
+        own_draws: with what it draws by itself.
         redrawn: with what the ranks have drawn handed out in other ways: joined as samples[rank::world_size] cuts it,
             and, where one process has as many micro-batches as all ranks together, one rank's after the other's.
         twice: with what each rank used, for itself, and each sample twice.
@@ -44,4 +45,5 @@ class Others:
     in_float64: Callable[[], tuple[Record, Run, Run]] | None = None
     in_turn: Callable[[], Run] | None = None
     twice: Callable[[], list[Run]] | None = None
+    own_draws: Callable[[], Run] | None = None
     redrawn: Sequence[Callable[[], Run]] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -63,11 +64,13 @@ class Comparison:
         record: of the ranks.
         whole: the script alone, with what all ranks used.
         others: further runs.
+        has_samples: one process is known to have the ranks' samples.
     """
 
     record: Record
     whole: Run
     others: Others
+    has_samples: bool = False
 
     def judge(self, report: Report) -> None:
         """Adds what the comparison tells."""
@@ -126,7 +129,7 @@ class Comparison:
         if self._share_no_samples(common):
             report.cover("gradients", unchecked(_SHARED))
             return
-        others = self.has_other_samples(common) or self.draws_others()
+        others = not self.has_samples and (self.has_other_samples(common) or self.draws_others())
         if others and (redrawn := self._redrawn(common)) is not None:
             redrawn.judge_known(common, report)
             return
@@ -146,13 +149,25 @@ class Comparison:
         if not drawing or are_loaded(self.record):
             return None
         windows = {event["window"] for event in common}
+        ranks = model_inputs(self.record.data.ranks, windows)
+        if self.others.own_draws is not None and self.draws_for_all(windows):
+            found = self._with(self.others.own_draws())
+            rows = found.rows_of(common)
+            if rows == ranks or (rows and rows.isdisjoint(ranks)):  # samples that lie side by side along another dim
+                return replace(found, has_samples=True)
         for run in self.others.redrawn:
-            found = replace(self, whole=run(), others=replace(self.others, redrawn=()))
-            has_all = all(event["event"] in found.whole.steps for event in common)
-            sees = has_all and bool(model_inputs(found.whole.record.ranks, windows))
-            if sees and not found.has_other_samples(common) and not found.draws_others():
+            found = self._with(run())
+            if found.rows_of(common) and not found.has_other_samples(common) and not found.draws_others():
                 return found
         return None
+
+    def _with(self, run: Run) -> Comparison:
+        return replace(self, whole=run, others=replace(self.others, own_draws=None, redrawn=()))
+
+    def rows_of(self, common: list[Event]) -> set[tuple[int, str]]:
+        """What the models of one process get in these steps, if it takes all of them."""
+        has_all = all(event["event"] in self.whole.steps for event in common)
+        return model_inputs(self.whole.record.ranks, {event["window"] for event in common}) if has_all else set()
 
     def _are_those_of_one_process(self, common: list[Event]) -> bool:
         """Whether all gradients are multiples of one process's, whatever its models saw: it pads otherwise, say."""
@@ -314,6 +329,20 @@ class Comparison:
         are_alike = all(one == drawn[0] for one in drawn)
         return are_alike and len(told[0]) >= len(windows) and all(one == told[0] for one in [*told, *alone])
 
+    def draws_for_all(self, windows: set[int]) -> bool:
+        """Whether one process draws by itself, in some windows, the very numbers that the ranks draw together.
+
+        So it is where each environment, or each sample, has a generator of its own.
+        """
+        told = [_by_line(rank.of("draw"), windows) for rank in self.record.data.ranks]
+        alone = [_by_line(rank.of("own_draw"), windows) for rank in self.whole.record.ranks]
+        if not alone or not told:
+            return False
+        lines = {line for theirs in told for line in theirs}
+        together = {line: sum((theirs[line] for theirs in told), Counter()) for line in lines}
+        shared = {line for line in lines if all(theirs[line] == alone[0][line] for theirs in told)}
+        return lines > shared and all(together[line] == alone[0][line] for line in lines - shared)
+
     @cached_property
     def _in_step(self) -> InStep:
         return InStep(self.record, self.whole)
@@ -389,6 +418,16 @@ def _drawn(draws: list[Event], windows: set[int], *, chosen: bool = False) -> di
     """Place -> digest of the numbers that were drawn in some windows; `chosen`: of the whole ones alone."""
     named = [one for one in draws if int(one["place"].partition("|")[0]) in windows and one["digest"] is not None]
     return {one["place"]: one["digest"] for one in named if one.get("whole") or not chosen}
+
+
+def _by_line(draws: list[Event], windows: set[int]) -> defaultdict[tuple[int, str], Counter[str | None]]:
+    """Window and line -> digests of what was drawn there, and how often each."""
+    found: defaultdict[tuple[int, str], Counter[str | None]] = defaultdict(Counter)
+    for one in draws:
+        window, _, where = one["place"].rpartition("|")[0].partition("|")
+        if int(window) in windows:
+            found[int(window), where][one["digest"]] += 1
+    return found
 
 
 def _why_unmeasured(again: Run) -> str:

@@ -511,7 +511,7 @@ class Alone(Witness):
         if drawn is not None:
             about = {"shape": [*drawn.shape], "digest": digest(drawn), "whole": are_whole(drawn)}
         self.journal.write("own_draw", place=place, **about)
-        if self._replayed and not self.is_open:
+        if (self._replayed and not self.is_open) or self.order.get("own_draws"):
             return value  # before its samples are there, which are the ranks' already
         held = self._drawn.get(place, [])
         parts = [self.record.value(rank, number) for rank, number in held if number is not None]
