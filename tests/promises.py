@@ -144,7 +144,7 @@ PROMISES: dict[str, list[str]] = {
     ],
     "mission: RPC: parameter server and reinforcement learning": [
         "tests/examples/test_examples.py::test_a_parameter_server_trains_as_one_process_does",
-        "tests/examples/test_examples.py::test_an_agent_learns_from_observers_on_other_ranks",
+        "tests/examples/test_examples.py::test_an_agent_learns_from_observers",
         "tests/launch/test_rpc.py::test_whoever_is_to_blame_is_named",
         "tests/launch/test_rpc.py::test_a_call_that_never_returns_is_explained",
     ],

@@ -128,8 +128,10 @@ def caught(text):
     return int(share), weights
 
 
-def test_an_agent_learns_from_observers_on_other_ranks():
-    process = run(commands_of(ROOT / "examples" / "rpc_reinforcement.py")[0].words())
+def test_an_agent_learns_from_observers():
+    process = run(
+        commands_of(ROOT / "examples" / "rpc_reinforcement.py")[1].words()
+    )  # on one rank, in a fifth of the time
     assert process.returncode == 0, process.stderr
     assert caught(process.stdout)[0] > 50  # one that does not move catches 14
 
