@@ -59,6 +59,23 @@ def test_the_line_that_writes_to_a_parameter_is_named(tmp_path: Path) -> None:
     assert Sources(kept(tmp_path / "b", {}), are_alike=True).of_parameters(found) == found
 
 
+@pytest.mark.parametrize(
+    ("first", "other", "where"),
+    [
+        ([(0, "train.py:33"), (2, "train.py:50")], [], "train.py:33"),  # weights that rank 0 alone loads
+        ([(0, "train.py:33"), (0, "train.py:34")], [(0, "train.py:33"), (0, "train.py:34")], "train.py:34"),
+        ([(0, "train.py:33"), (0, "train.py:34")], [(0, "train.py:34")], "train.py:33"),
+        ([(2, "train.py:50")], [], "train.py:12"),
+    ],
+)
+def test_the_line_that_writes_to_a_parameter_before_the_first_step_is_named(
+    tmp_path: Path, first: Any, other: Any, where: str
+) -> None:
+    found = Finding(code="initial-state-differs", cause="something", step=0, tensor="w", where="train.py:12")
+    ranks = kept(tmp_path, {"writes": {"w": first}}, {"writes": {"w": other}})
+    assert Sources(ranks, are_alike=True).of_initial(found).where == where
+
+
 def test_draws_hashes_and_writes_are_kept(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     trace = SourceTrace(TraceWriter(tmp_path, 0), lambda: {"w": weight}, lambda: 3)

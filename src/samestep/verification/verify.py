@@ -274,7 +274,8 @@ def _locate_sources(runner: Runner, record: Record, steps: int, report: Report) 
     """Looks for draws, hashes and writes by which ranks begin to differ."""
     of_samples = [one for one in report.errors if one.code in _OF_SAMPLES]
     of_parameters = [one for one in report.errors if one.cause.endswith(OUTSIDE)]
-    if not of_samples and not of_parameters:
+    of_initial = [one for one in report.errors if one.code == "initial-state-differs" and not record.has_no_group]
+    if not (of_samples or of_parameters or of_initial):
         return
     how: dict[str, Any] = {"steps": steps, "passes": PASSES, "trace": {"sources": True}}
     ranks = runner.recorded(f"draws, hashes and writes of {record.size} ranks", record.size, **how).record
@@ -286,6 +287,8 @@ def _locate_sources(runner: Runner, record: Record, steps: int, report: Report) 
         report.relocate(found, sources.of_samples(found, still_found=is_found))
     for found in of_parameters:
         report.relocate(found, sources.of_parameters(found))
+    for found in of_initial:
+        report.relocate(found, sources.of_initial(found))
 
 
 @contextmanager

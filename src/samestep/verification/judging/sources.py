@@ -8,7 +8,6 @@ Looked for only where an outcome differs, in a run of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -69,15 +68,30 @@ class Sources:
                     return own[0] if own else None
         return None
 
+    def of_initial(self, finding: Finding) -> Finding:
+        """Returns a finding about parameters before the first step with the line that wrote to them last.
+
+        What some ranks alone come by is preferred. What was written before a wrapper has made the ranks equal, or no
+        line of a running script has written, is not kept.
+        """
+        told = [dict.fromkeys(where for window, where in _writes(each, finding) if window <= 0) for each in self._told]
+        everywhere = [where for where in told[0] if all(where in each for each in told)] if told else []
+        some = [where for each in told for where in each if where not in everywhere]
+        if some:
+            return _at(finding, some[-1], "this line writes to it, and not every rank comes by it")
+        return _at(finding, everywhere[-1], "this line writes to it") if everywhere else finding
+
     def of_parameters(self, finding: Finding) -> Finding:
         """Returns a finding about parameters with the line that writes to them behind its step, where one is found."""
         until = (finding.step or 0) + _SOON
-        places = [where for window, where in self._writes(finding.tensor or "") if window <= until]
+        places = [where for told in self._told for window, where in _writes(told, finding) if window <= until]
         return _at(finding, places[-1], "this line writes to it") if places else finding
 
-    def _writes(self, name: str) -> Iterator[tuple[int, str]]:
-        for told in self._told:
-            yield from told["writes"].get(name, [])
+
+def _writes(told: dict[str, Any], finding: Finding) -> list[tuple[int, str]]:
+    """The windows and lines in which one rank has written to the tensor of a finding."""
+    writes: list[tuple[int, str]] = told["writes"].get(finding.tensor or "", [])
+    return writes
 
 
 def _at(finding: Finding, where: str | None, why: str) -> Finding:

@@ -85,7 +85,7 @@ class SourceTrace(LooseMode):
         if not self._is_stepping and is_write(func, name) and not torch.compiler.is_compiling():
             for one in tensors_of(args[0] if args else None):
                 if (one.layout == torch.strided and not one.requires_grad) or one.is_leaf:
-                    known = self._writes.setdefault(one.untyped_storage().data_ptr(), [])
+                    known = self._writes.setdefault(_storage(one), [])
                     known.append((self._window(), call_site(sys._getframe(1))))  # noqa: SLF001
                     del known[:-_MOST_WRITES]
         return func(*args, **(kwargs or {}))
@@ -103,11 +103,16 @@ class SourceTrace(LooseMode):
         for name, one in self._parameters().items():
             data = getattr(one, "data", one)
             if isinstance(data, torch.Tensor) and data.layout == torch.strided:
-                self._names[data.untyped_storage().data_ptr()] = name
+                self._names[_storage(data)] = name
 
     def end_step(self) -> None:
         """It has stepped."""
         self._is_stepping = False
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Where the numbers of a tensor lie; of a DTensor those of this rank."""
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
 
 
 def _is_a_wrapper(frame: FrameType) -> bool:
