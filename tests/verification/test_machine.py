@@ -8,14 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from journals import record
+from journals import call, record
 
 import samestep
 from samestep.launch.rank import failure
 from samestep.launch.rank.failure import death, lost_host
-from samestep.verification import machine, runner
+from samestep.verification import machine, runner, verify
 from samestep.verification.files import Files
 from samestep.verification.judging.single import Run
+from samestep.verification.report import Report
 from samestep.verification.runs import Ended, Script
 
 STORE = (
@@ -173,3 +174,17 @@ def test_a_run_is_made_once_more_for_a_port_alone(
     Failing(script=script, ranks=2, folder=tmp_path, files=files, still_s=60.0, say=said.append).recorded("again", 2)
     assert names == ["again", "again, once more"][:times]
     assert said == ["run 1 of 2: again", "again: once more, for a port was taken"][:times]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_run_without_progress_is_a_hang_only_where_something_shows_what_is_waited_for(
+    tmp_path: Path, *, is_known: bool
+) -> None:
+    """Else the machine may be so busy that the ranks have not begun."""
+    waits = [call("train.py:30")] if is_known else []
+    recorded = Run(Ended(code=1, hung=True, failure=None, folder=tmp_path), record(waits, waits[:0]))
+    alone = Run(Ended(code=0, hung=False, failure=None, folder=tmp_path), record([]))
+    report = Report(ranks=2)
+    verify._blame(recorded, alone, report)
+    assert [one.code for one in report.errors] == (["hang"] if is_known else [])
+    assert ("may be too busy" in (report.inconclusive or "")) is not is_known

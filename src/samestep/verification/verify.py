@@ -58,6 +58,10 @@ _DECIDED = {"steps-differ", "learning-rate-differs", "parameters-diverged", "gra
 _OF_SAMPLES = {"samples-repeated", "samples-missing", "datasets-differ", "batches-differ"}
 _MOST_TRACED = 2  # evaluations whose lines are looked at
 _MORE = 16  # times as many steps, where one rank takes all of them by itself
+_NOTHING_WAITS = (
+    "no rank has made progress for so long that the run was ended, and none waits for anything that was seen: the "
+    "machine may be too busy; allow more with --timeout"
+)
 AS_MANY = "let every rank come by every collective, as often as the others: samestep.shards gives all as many batches"
 
 
@@ -341,7 +345,11 @@ def _blame(recorded: Run, whole: Run, report: Report) -> None:
     if (why := None if ended.hung else machine.to_blame(ended)) is not None:
         report.inconclusive = why
         return
-    report.add([communication.stuck(record) if ended.hung else _crash(ended, record)])
+    found = communication.stuck(record) if ended.hung else _crash(ended, record)
+    if ended.hung and found.where is None and found.rank is None and not runs.stack_positions(ended.folder):
+        report.inconclusive = _NOTHING_WAITS
+        return
+    report.add([found])
     report.cover("communication", unchecked("the run broke off, and what came behind was not seen"))
 
 

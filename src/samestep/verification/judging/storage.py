@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from samestep.verification.findings import AGREES, NOT_REACHED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event, place_of
@@ -120,26 +120,31 @@ def judge_with(record: Record, compared: set[int], report: Report) -> None:
 
 def _partly_saved(record: Record, alone: Rank) -> Iterator[Finding]:
     """Whether of a state that is cut over the ranks only some of them save their part."""
-    saves: dict[str, list[Event]] = {}
-    for rank in record.ranks:
-        for number, event in enumerate(rank.of("save")):
-            saves.setdefault(f"{event['where']}|{number}", []).append(event)
-    saves_alone = {f"{event['where']}|{number}": event for number, event in enumerate(alone.of("save"))}
-    for place, events in saves.items():
-        whole = saves_alone.get(place)
-        if whole is None or sum(event["numbers"] for event in events) >= whole["numbers"]:
+    theirs = _saves([alone])
+    for place, events in _saves(record.ranks).items():
+        whole = theirs.get(place, [])
+        if sum(event["numbers"] for event in events) >= sum(event["numbers"] for event in whole):
             continue
-        held = sum(size for event in events for size in event["own_state"].values())
-        if 0 < held < sum(whole["own_state"].values()):
+        held, of_all = (sum(sum(event["own_state"].values()) for event in told) for told in (events, whole))
+        if 0 < held < of_all:
             yield Finding(
                 code="checkpoint-inexact",
-                tensor=next(iter(whole["own_state"])),
+                tensor=next(name for event in whole for name in event["own_state"]),
                 where=events[0]["where"],
-                cause=f"the file holds {held:,} of the {sum(whole['own_state'].values()):,} numbers of the optimizer's "
-                "state that one process saves: each rank has a part of it, and not all parts are saved",
+                cause=f"the file holds {held:,} of the {of_all:,} numbers of the optimizer's state that one process "
+                "saves: each rank has a part of it, and not all parts are saved",
                 fix="gather the parts of all ranks before rank 0 saves, or let every rank save its own",
             )
             return
+
+
+def _saves(ranks: Sequence[Rank]) -> dict[tuple[str, int], list[Event]]:
+    """What is saved at each line and step: a library may save every tensor by itself, in an order of its own."""
+    saves: dict[tuple[str, int], list[Event]] = {}
+    for rank in ranks:
+        for event in rank.of("save"):
+            saves.setdefault((event["where"], event["event"]), []).append(event)
+    return saves
 
 
 def _nothing_loaded(record: Record) -> Iterator[Finding]:
