@@ -246,7 +246,7 @@ def test_a_step_that_one_rank_alone_has_looked_at_is_not_compared() -> None:
 )
 def test_a_part_of_the_state_in_a_file_is_found(saved: Sequence[Any], *, is_found: bool) -> None:
     def save(numbers: int, state: dict[str, int]) -> Event:
-        return {"kind": "save", "where": "train.py:40", "event": 4, "numbers": numbers, "own_state": state}
+        return {"kind": "save", "where": "train.py:40", "window": 4, "numbers": numbers, "own_state": state}
 
     ours = record(*([save(*one)] if one else [] for one in saved))
     report = Report(ranks=2)
@@ -261,7 +261,7 @@ def test_what_one_line_saves_of_a_step_counts_together(second: int, *, is_found:
     """torch.distributed.checkpoint saves one tensor after the other, in an order of its own on every rank."""
 
     def saves(*of_tensors: tuple[int, str]) -> list[Event]:
-        about = {"kind": "save", "where": "train.py:40", "event": 4}
+        about = {"kind": "save", "where": "train.py:40", "window": 4}
         return [{**about, "numbers": size, "own_state": {name: size}} for size, name in of_tensors]
 
     ours = record(saves((2, "m"), (6, "n")), saves((second, "n"), (2, "m")))

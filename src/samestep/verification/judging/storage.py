@@ -143,7 +143,7 @@ def _saves(ranks: Sequence[Rank]) -> dict[tuple[str, int], list[Event]]:
     saves: dict[tuple[str, int], list[Event]] = {}
     for rank in ranks:
         for event in rank.of("save"):
-            saves.setdefault((event["where"], event["event"]), []).append(event)
+            saves.setdefault((event["where"], event["window"]), []).append(event)
     return saves
 
 
