@@ -8,13 +8,16 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from samestep import progress
+from samestep.instrument.rpc import _leave_last
 from samestep.launch.monitor.hang import describe_hang, diagnose
 from samestep.launch.monitor.heartbeat import RankHeartbeat
 from samestep.launch.rank.failure import describe, lost_peer
@@ -214,3 +217,28 @@ def test_calls_are_noted_and_the_record_can_be_read_though_two_threads_wrote_at_
     os.close(descriptor)
     assert (read.calls, read.call, read.callee, read.call_site, read.serving) == (1, "f", 2, "a.py:1", "g")
     assert str(read) == "waiting for f on rank 2, at a.py:1"
+
+
+class Agent:
+    """What is asked of the agent of a rank."""
+
+    def __init__(self, rank: int, store: dist.Store) -> None:
+        self.store = store
+        self.id = rank
+
+    def get_worker_infos(self) -> list[int]:
+        return [0, 1]
+
+    def get_worker_info(self) -> Agent:
+        return self
+
+
+def test_rank_0_whose_store_the_others_ask_leaves_last() -> None:
+    store = dist.HashStore()
+    first = threading.Thread(target=_leave_last, args=[Agent(0, store)])
+    first.start()
+    first.join(0.2)
+    assert first.is_alive()
+    _leave_last(Agent(1, store))
+    first.join(5)
+    assert not first.is_alive()

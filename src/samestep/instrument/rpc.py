@@ -6,15 +6,19 @@ future is completed.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import warnings
+from datetime import timedelta
 from typing import Any
 
 from samestep.instrument.callbacks import call, listeners
 from samestep.instrument.collectives import run_collective
 from samestep.instrument.patch import Group, exchange, user_line, wrap
 from samestep.progress import SHUTDOWN
+
+_LEAVING_S = 10.0  # a rank that has ended meanwhile is the launcher's to tell
 
 calls = Group()
 
@@ -72,12 +76,27 @@ def _init_rpc(original: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _shutdown(original: Any, *args: Any, **kwargs: Any) -> None:
+    api: Any = sys.modules["torch.distributed.rpc.api"]
+    agent = api._get_current_rpc_agent() if api._is_current_rpc_agent_set() else None  # noqa: SLF001
     key = object()
     _note(_sent, key, (SHUTDOWN, -1, user_line()))
     try:
         original(*args, **kwargs)
+        is_graceful = args[0] if args else kwargs.get("graceful", True)
+        if agent is not None and is_graceful and agent.is_static_group:
+            _leave_last(agent)
     finally:
         _note(_sent, key)
+
+
+def _leave_last(agent: Any) -> None:
+    """Has rank 0, which serves the store, wait until all have left: a shutdown ends with questions to the store."""
+    store, size = agent.store, len(agent.get_worker_infos())
+    if store.add("samestep/left", 1) == size:
+        store.set("samestep/all left", "")
+    if agent.get_worker_info().id == 0:
+        with contextlib.suppress(RuntimeError):  # a rank has ended before it left
+            store.wait(["samestep/all left"], timedelta(seconds=_LEAVING_S))
 
 
 def _name(function: Any, arguments: Any) -> str:
