@@ -154,9 +154,15 @@ def test_two_samples_of_inputs_and_targets_are_no_pictures() -> None:
     x, y = joined([(torch.ones(2, 5), torch.zeros(2))] * 2, (2, 2))
     assert x.shape == (4, 5)
     assert y.shape == (4,)
-    sequences, labels = joined([(torch.ones(7, 2, 5), torch.zeros(2, dtype=torch.int64))] * 2, (2, 2))
-    assert labels.shape == (4,)
-    assert sequences.shape == (14, 2, 5)
+
+
+def test_batches_with_a_tensor_that_has_no_row_for_each_sample_are_not_joined() -> None:
+    """Words of all texts behind one another, with the place at which each text begins; sequences with time first."""
+    words, begins, labels = torch.arange(9), torch.tensor([0, 4]), torch.zeros(2)
+    for packed in ((words, begins, labels), (torch.ones(7, 2, 5), labels)):
+        with pytest.raises(UnjoinableError, match="one row for each sample"):
+            joined([packed] * 2, (2, 2))
+        assert rows.row_digests(packed, 2, loaded=True) == []  # places and labels are no samples
 
 
 def test_samples_of_a_list_are_counted_and_told_apart() -> None:

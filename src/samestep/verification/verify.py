@@ -499,7 +499,7 @@ def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], 
         else:
             if not report.errors and states.averaged_behind(record) is None:
                 evaluation.judge_swapped(record, whole, permuted, report)
-            evaluation.judge(record, whole.record, report, permuted)
+            evaluation.judge(record, whole.record, report, permuted, apart=whole.apart is not None)
         _conclude_on_data(record, whole.record, own_pace, report)
         if whole.record.ranks and whole.record.ranks[0].of("collated"):
             report.remarks.append("batches of unlike shapes were made anew from their samples, by their collate_fn")

@@ -49,7 +49,14 @@ _CLOSE = 1e-4  # of a sum; the parameters are the same, so this is rounding
 Values = dict[tuple[int, str, int], Event]  # what samestep.evaluate has returned, by window, line and number
 
 
-def judge(record: Record, alone: Record | None, report: Report, permuted: Callable[[], Run] | None = None) -> None:
+def judge(
+    record: Record,
+    alone: Record | None,
+    report: Report,
+    permuted: Callable[[], Run] | None = None,
+    *,
+    apart: bool = False,
+) -> None:
     """Adds what evaluations tell.
 
     Args:
@@ -57,10 +64,11 @@ def judge(record: Record, alone: Record | None, report: Report, permuted: Callab
         alone: the script run alone, if it ran.
         report: to add to.
         permuted: runs it once more from the same weights; numbers that are other ones then (times, say) tell nothing.
+        apart: it has trained on the batches of one rank, since those of all cannot be joined.
     """
     report.add(_averaged(record))
     report.add(_loaded_apart(record))
-    report.add(_counted(record, alone))
+    report.add(() if apart else _counted(record, alone))
     out_of_step = alone is not None and any(rank.of("out_of_step") for rank in alone.ranks)
     if REFUTED in {report.coverage.get(name) for name in ("initial_state", "parameters", "parameter_order")}:
         alone = None  # the ranks evaluate different models

@@ -194,7 +194,7 @@ class Recorder(Witness):
             number=batch.loader_pass.number,
             index=batch.index,
             indices=batch.indices,
-            rows=rows.row_digests(batch.value, asked),
+            rows=rows.row_digests(batch.value, asked, loaded=True),
             size=rows.count(batch.value, asked) or asked,
             kept=number,
             room=room,

@@ -67,13 +67,20 @@ def rowed(value: Any) -> list[Tensor]:
     return [one for one in tensors if one.layout == torch.strided and not one.is_nested and one.dim()]
 
 
-def row_digests(value: Any, samples: int = 0) -> list[str]:
-    """Returns 16 hexadecimal digits for every sample of a batch; empty where it cannot be taken apart."""
+def row_digests(value: Any, samples: int = 0, *, loaded: bool = False) -> list[str]:
+    """Returns 16 hexadecimal digits for every sample of a batch; empty where it cannot be taken apart.
+
+    Args:
+        value: the batch, or what a model gets.
+        samples: how many samples the batch was asked for; 0 where nobody knows.
+        loaded: it is of a DataLoader. A tensor of other rows then has parts of all samples, the words of all texts,
+            say; of what a model gets it is a mask, say, and is left out.
+    """
     if is_unstacked(value, samples):
         return [_digest(_of(value, samples, index)) for index in range(samples)]
     size = count(value)
     tensors = [leaf for leaf in rowed(value) if leaf.shape[0] == size]
-    if not size or not tensors:
+    if not size or not tensors or (loaded and len(tensors) < len(rowed(value))):
         return []
     rows = [bytes_of(tensor.cpu()).view(size, -1).numpy() for tensor in tensors]
     told = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samestep.verification.recording.containers import named_parts, rebuilt
-from samestep.verification.recording.rows import has_items, is_unstacked
+from samestep.verification.recording.rows import has_items, is_unstacked, rowed
 
 __all__: list[str] = []
 
@@ -35,7 +35,14 @@ def joined(parts: Sequence[Any], sizes: Sequence[int] = ()) -> Any:
     if _may_count(parts, sizes):
         raise UnjoinableError("a number in them is as large as their number of samples, and may be it")
     unstacked = any(is_unstacked(part, size) for part, size in zip(parts, sizes, strict=False))
+    if not unstacked and len(parts) > 1 and any(map(_is_packed, parts, sizes)):
+        raise UnjoinableError("a tensor in them has not one row for each sample, and others may tell places in it")
     return _joined(parts, sizes if unstacked else ())
+
+
+def _is_packed(part: Any, size: int) -> bool:
+    """Whether a batch has a tensor without a row for each sample: words of all texts, with the place of each text."""
+    return size > 0 and any(leaf.shape[0] != size for leaf in rowed(part))
 
 
 def _may_count(parts: Sequence[Any], sizes: Sequence[int]) -> bool:
