@@ -69,7 +69,7 @@ def test_the_pages_script_agrees():
 def test_what_is_never_run_compiles_and_the_page_says_so():
     assert {*FROM} - {*BEFORE} == NEVER_RUN
     compile((MOVING / "horovod" / "before.py").read_text(encoding="utf-8"), "horovod", "exec")
-    assert "Horovod comes as source alone" in PAGE.read_text(encoding="utf-8")
+    assert "Horovod is distributed as source only" in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["plain", "torchrun"])
