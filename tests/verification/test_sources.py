@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ def test_draws_hashes_and_writes_are_kept(tmp_path: Path) -> None:
             weight.add_(1.0)
             trace.end_step()
         random.Random(1).shuffle([1, 2])
+        tempfile.mkdtemp(dir=tmp_path)  # its name comes from a generator of tempfile's own
         assert hash("a text") != hash("another")
     finally:
         trace.end()

@@ -65,7 +65,8 @@ class SourceTrace(LooseMode):
             self._draws.append((self._window(), tuple(_own_lines(sys._getframe(1)))))  # noqa: SLF001
 
     def _silent(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self.drew()
+        if not _is_for_itself(sys._getframe(1)):  # noqa: SLF001
+            self.drew()
         return original(*args, **kwargs)
 
     def _hash(self, original: Any, value: Any) -> Any:
@@ -117,6 +118,16 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _is_a_wrapper(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith("samestep.")
+
+
+def _is_for_itself(frame: FrameType | None) -> bool:
+    """Whether Python's library draws, from a generator of its own: the name of a temporary file, say."""
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in {"random", "samestep"}:
+            return package in sys.stdlib_module_names
+        frame = frame.f_back
+    return False
 
 
 def _own_lines(frame: FrameType | None) -> Iterator[str]:
