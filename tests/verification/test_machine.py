@@ -188,3 +188,9 @@ def test_a_run_without_progress_is_a_hang_only_where_something_shows_what_is_wai
     verify._blame(recorded, alone, report)
     assert [one.code for one in report.errors] == (["hang"] if is_known else [])
     assert ("may be too busy" in (report.inconclusive or "")) is not is_known
+
+
+def test_a_rank_that_imports_waits_for_nothing() -> None:
+    assert verify._imports("train.py:4  from torch import nn")
+    assert not verify._imports("train.py:30  dist.barrier()")
+    assert not verify._imports("train.py:30")

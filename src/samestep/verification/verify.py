@@ -332,6 +332,11 @@ def _conclude_on_data(record: Record, whole: Record, own_pace: Callable[[], Reco
         report.cover("data", DECLARED if noted else AGREES, why)
 
 
+def _imports(position: str) -> bool:
+    """Whether a rank stands at an import: a busy machine reads the files of torch, or its libraries, for long."""
+    return position.partition("  ")[2].startswith(("import ", "from "))
+
+
 def _blame(recorded: Run, whole: Run, report: Report) -> None:
     """Says what a run that ended badly was: a difference, unless it ends so alone too, or the machine did it."""
     ended, record, alone = recorded.ended, recorded.record, whole.ended
@@ -346,7 +351,8 @@ def _blame(recorded: Run, whole: Run, report: Report) -> None:
         report.inconclusive = why
         return
     found = communication.stuck(record) if ended.hung else _crash(ended, record)
-    if ended.hung and found.where is None and found.rank is None and not runs.stack_positions(ended.folder):
+    is_known = found.where is not None or found.rank is not None
+    if ended.hung and not is_known and all(map(_imports, runs.stack_positions(ended.folder).values())):
         report.inconclusive = _NOTHING_WAITS
         return
     report.add([found])
