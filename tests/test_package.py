@@ -40,8 +40,6 @@ def wheel(tmp_path_factory):
             shutil.copy(ROOT / name, there)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     code, said = call(*pip, "wheel", "-q", "--no-deps", "-w", folder, folder / "source", cwd=folder)
-    if code and "hatchling" in said:
-        pytest.skip("pip finds no hatchling to build the wheel with: it needs a package index")
     assert code == 0, said
     (built,) = folder.glob("*.whl")
     return built

@@ -59,7 +59,7 @@ START = """how ranks start: fork copies one process that has imported torch (sev
 interpreters; auto forks when there are several ranks and the script does not forbid it"""
 
 CHECK = """while it trains, compare the ranks every 16 steps (weights, gradients, rates, steps, collectives, samples)
-and say at once what differs; changes nothing, waits for nobody"""
+and say at once what differs; the training is not changed, and no rank waits for another"""
 
 FRESH = """samestep.checkpoint starts anew: checkpoints in its directory move to replaced-1, replaced-2 …"""
 

@@ -273,7 +273,7 @@ def stat_fields(pid: int | str) -> list[str]:
 
 
 def stat_of(pid: int | str) -> tuple[str, float]:
-    """Returns the kernel's letter for a process or thread, Z for one that is gone, and the seconds that it computed."""
+    """Returns the state of a process or thread (R, S, D or Z; Z if it has ended) and its processor time in seconds."""
     fields = stat_fields(pid)
     if not fields:
         return "Z", 0.0

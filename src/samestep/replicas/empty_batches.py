@@ -35,7 +35,7 @@ def refusal(module: nn.Module, error: Exception, where: str) -> str:
 def try_empty(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int, device: torch.device
 ) -> Exception | None:
-    """Returns what a model raises for a batch without samples, None where it takes one or that cannot be told.
+    """Returns what a model raises for a batch without samples; None if it accepts one, or if that is not known.
 
     Args:
         module: the model.

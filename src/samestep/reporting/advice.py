@@ -86,7 +86,7 @@ def _communication(analysis: RunAnalysis) -> Iterator[Advice]:
         f"Collectives take {format_percent(account.part(account.waits))} of a step: {shares}. The largest is "
         f"{name}{where}. {CHANGES[name]}"
     )
-    if name == SLOWER:  # `spent` is the mean of the ranks; the slow one, which waits for nobody, is among them
+    if name == SLOWER:  # `spent` is the mean of the ranks; the slow one, which does not wait, is included
         waits = analysis.table.steady.waits
         spent = analysis.table.steady.mean(waits.max(axis=0) - waits.min(axis=0))
         how = "what the rank that waits longest in a step waits beyond the one that waits least"

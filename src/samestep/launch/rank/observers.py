@@ -150,7 +150,7 @@ def _keep_record(logs: Path, starter: int, rank: int) -> Path:
 
 
 def _joining() -> None:
-    """A process group is about to be initialised: ends a spawned rank that nobody is to watch."""
+    """A process group is about to be initialised: ends a spawned rank that no observer records."""
     if _starter and not progress.is_attached() and any(kind.ends_ranks_of(_starter[0]) for kind in _kinds()):
         raise SystemExit(0)
 

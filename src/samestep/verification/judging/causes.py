@@ -157,10 +157,13 @@ def rates(record: Record, index: int, rank: int) -> Finding:
 
 def _moved_apart(first: Rank, other: Rank, index: int) -> str | None:
     """The line at which one of two ranks has stepped a schedule until a step, and the other never does."""
-    told = [[event for event in rank.of("scheduler") if event["event"] <= index] for rank in (first, other)]
-    fewer, more = sorted(told, key=len)
-    known = {event["where"] for event in (other if more is told[0] else first).of("scheduler")}
-    return next((event["where"] for event in more[len(fewer) :] if event["where"] not in known), None)
+    steps = {
+        rank.number: [event for event in rank.of("scheduler") if event["event"] <= index] for rank in (first, other)
+    }
+    behind, ahead = sorted((first, other), key=lambda rank: len(steps[rank.number]))
+    lines = {event["where"] for event in behind.of("scheduler")}
+    extra = steps[ahead.number][len(steps[behind.number]) :]
+    return next((event["where"] for event in extra if event["where"] not in lines), None)
 
 
 MOVED_APART = ": this line steps the schedule, and only one of them comes by it"

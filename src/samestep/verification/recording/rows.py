@@ -53,7 +53,7 @@ def count(value: Any, samples: int = 0) -> int:
 
     Args:
         value: the batch.
-        samples: as many as were asked for; 0 where nobody knows. A batch that nobody has stacked has so many.
+        samples: the number that was requested; 0 if unknown. It is the size of a batch that is not stacked.
     """
     if is_unstacked(value, samples):
         return samples
@@ -72,7 +72,7 @@ def row_digests(value: Any, samples: int = 0, *, loaded: bool = False) -> list[s
 
     Args:
         value: the batch, or what a model gets.
-        samples: how many samples the batch was asked for; 0 where nobody knows.
+        samples: the number of samples that the batch was requested with; 0 if unknown.
         loaded: it is of a DataLoader. A tensor of other rows then has parts of all samples, the words of all texts,
             say; of what a model gets it is a mask, say, and is left out.
     """
