@@ -97,4 +97,4 @@ def test_the_real_thing_runs_on_two_processes(tmp_path, capsys, two_ranks, monke
     told = json.loads((tmp_path / "step.json").read_text())
     assert told["setting"]["ranks"] == 2
     assert [len(one["ours"]["times"]) for one in told["comparisons"]] == [2, 2]
-    assert "overhead" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("95 % interval") == 2  # which of the loops is faster is no part of this test
