@@ -38,7 +38,7 @@ def compared(name, ratio):
         (1.1, 1.0, "Nothing is gained"),
     ],
 )
-def test_it_pays_only_where_it_is_quicker_than_the_best_way_without(int8, as_it_comes, said):
+def test_it_pays_only_where_it_is_faster_than_the_best_way_without(int8, as_it_comes, said):
     found = compress.conclusion([compared("int8", int8), compared("as it comes", as_it_comes)], hosts=2)
     assert said in found
 

@@ -107,7 +107,7 @@ def test_a_plan_is_a_table_sentences_and_what_to_do_next(planned) -> None:
     assert "cluster: 4 hosts of 4 devices, switch of 4 ports" in said
     rows = [line.split()[0] for line in said.splitlines() if line.strip()[:1].isdecimal() and "%" in line]
     assert rows[:5] == ["1", "2", "4", "8", "16"]
-    for begin in ("Quickest: ", "  all-reduce: ", "  memory: ", "Next: ", "Compressing gradients to 8 bits "):
+    for begin in ("Fastest: ", "  all-reduce: ", "  memory: ", "Next: ", "Compressing gradients to 8 bits "):
         assert any(line.startswith(begin) for line in said.splitlines()), begin
 
 
@@ -134,7 +134,7 @@ def test_ranks_that_do_not_fill_their_last_host_are_started_with_slots(files, tm
     assert said == f"samestep run --settings {tmp_path / 'chosen.toml'} --hosts …:4,…:3 … starts it so"
 
 
-def test_the_settings_are_for_the_script_as_it_is_where_a_pipeline_would_be_quicker(files, tmp_path, capsys) -> None:
+def test_the_settings_are_for_the_script_as_it_is_where_a_pipeline_would_be_faster(files, tmp_path, capsys) -> None:
     slow = CLUSTER.replace('bandwidth = "100 Gbit/s"', 'bandwidth = "100 Mbit/s"')
     slow = re.sub(r"inside = .*", 'inside = { latency = "1 ms", bandwidth = "1 Gbit/s" }', slow)
     (tmp_path / "slow.toml").write_text(slow)

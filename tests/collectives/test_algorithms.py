@@ -149,7 +149,7 @@ def test_segments_of_a_chunk_follow_each_other():
         assert not received & {(one.source, one.begin) for one in after}
 
 
-def test_adding_costs_nothing_as_long_as_it_is_quicker_than_a_message():
+def test_adding_costs_nothing_as_long_as_it_is_faster_than_a_message():
     links = Links(Link(0, 1e9), adding_bytes_per_s=2e9)
     assert price(ring.all_reduce(8), 1e6, links).adding_s > 0
     assert price(segmented.all_reduce(8, 2), 1e6, links).adding_s == 0

@@ -114,7 +114,7 @@ def seconds(name, chunks, link):
     return PartitionProblem(layers, [Device()] * 2, plan, link).best().seconds
 
 
-def test_interleaving_is_quicker_where_messages_are_quick_and_slower_where_they_are_slow():
+def test_interleaving_is_faster_where_messages_are_quick_and_slower_where_they_are_slow():
     quick, slow = Link(latency=0.01), Link(latency=3.0)
     assert seconds("interleaved", 2, quick) < min(seconds(name, 1, quick) for name in ONE_STAGE_PER_RANK)
     assert seconds("interleaved", 2, slow) > min(seconds(name, 1, slow) for name in ONE_STAGE_PER_RANK)

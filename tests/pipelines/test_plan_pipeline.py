@@ -1,4 +1,4 @@
-"""A plan is the quickest of all that were asked for, by layers that were measured."""
+"""A plan is the fastest of all that were asked for, by layers that were measured."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def test_an_interleaved_plan_has_several_stages_on_each_rank(chain):
         plan_pipeline(chain(3), BATCH, F.mse_loss, micro_batches=6, schedule="interleaved", repeats=1)
 
 
-@pytest.mark.parametrize(("latency", "quicker", "chosen"), [(0.01, 1, 1), (0.2, 1, 0), (3.0, 0, 0)])
-def test_interleaving_is_chosen_where_it_is_quicker_also_with_messages_twice_as_long(
-    monkeypatch, latency, quicker, chosen
+@pytest.mark.parametrize(("latency", "faster", "chosen"), [(0.01, 1, 1), (0.2, 1, 0), (3.0, 0, 0)])
+def test_interleaving_is_chosen_where_it_is_faster_also_with_messages_twice_as_long(
+    monkeypatch, latency, faster, chosen
 ):
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", lambda: clock.seconds)
@@ -93,7 +93,7 @@ def test_interleaving_is_chosen_where_it_is_quicker_also_with_messages_twice_as_
         for name in (*ONE_STAGE_PER_RANK, "interleaved")
     }
     assert best.seconds == every[best.schedule] == best.tried[4]
-    assert (min(every, key=every.__getitem__) == "interleaved") == quicker
+    assert (min(every, key=every.__getitem__) == "interleaved") == faster
     assert (best.schedule == "interleaved") == chosen
     assert chosen or best.seconds == min(every[name] for name in ONE_STAGE_PER_RANK)
     assert planned().schedule != "interleaved"  # what its messages take is not known

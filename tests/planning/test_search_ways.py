@@ -1,4 +1,4 @@
-"""Which way is quickest, what cannot be, and what is said of it."""
+"""Which way is fastest, what cannot be, and what is said of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_curve_goes_from_one_rank_to_all_of_them() -> None:
     assert [one.best is not None for one in points] == [True] * 5
 
 
-def test_the_quickest_of_a_kind_is_the_best_of_all_its_ways() -> None:
+def test_the_fastest_of_a_kind_is_the_best_of_all_its_ways() -> None:
     planner = Planner(training(layers=8), QUICK)
     every = [planner.step(way) for way in planner.layouts("hybrid", 8)]
     assert len({(one.layout.stages, one.layout.micro_batches) for one in every}) > 4
@@ -62,7 +62,7 @@ def test_fewer_ranks_that_are_as_quick_are_what_is_told_in_detail() -> None:
     assert plan.best is not None
     assert plan.best.layout.ranks == 8
     said = list(plan.lines())
-    assert any(line.startswith("Quickest: 16 replicas, ") for line in said)
+    assert any(line.startswith("Fastest: 16 replicas, ") for line in said)
     near = next(line for line in said if line.startswith("Within 1 % of that with fewer ranks: 8 replicas, "))
     assert said.index(near) < next(number for number, line in enumerate(said) if line.startswith("8 replicas: "))
 
@@ -71,7 +71,7 @@ def test_a_quick_network_is_not_spoken_against() -> None:
     planner = Planner(training(data_s=0.0), flat(Link(1e-6, 1e11), 4))
     said = plan_text.verdict(planner, planner.curve())
     assert len(said) == 1
-    assert said[0].startswith("Quickest: ")
+    assert said[0].startswith("Fastest: ")
 
 
 def test_a_model_that_fits_nowhere_is_short_of_so_many_bytes() -> None:

@@ -21,7 +21,7 @@ from samestep.replicas.bucket_plan import (
     best_single_size,
     coalesced,
     ddp_layout,
-    is_quicker,
+    is_faster,
     optimal_layout,
 )
 
@@ -141,12 +141,12 @@ def test_communication_that_costs_nothing_is_hidden():
         ([0.9, 0.9, 0.9, 0.9], True),
         ([0.9, 0.9, 0.9, 1.3], True),
         ([0.9, 0.9, 1.0, 1.3], False),  # two of four
-        ([1.0, 1.0, 1.0, 1.0], False),  # not quicker
+        ([1.0, 1.0, 1.0, 1.0], False),  # not faster
         ([1.02, 1.03, 1.02, 0.9], False),
     ],
 )
-def test_what_is_not_clearly_quicker_is_not_taken(ratios, takes):
-    assert is_quicker(ratios)[0] is takes
+def test_what_is_not_clearly_faster_is_not_taken(ratios, takes):
+    assert is_faster(ratios)[0] is takes
 
 
 def plan(beside=True):

@@ -31,11 +31,11 @@ def inputs(rank, step):
 @contextlib.contextmanager
 def decided(takes=True, cut=None, lists=True):
     """Has buckets proposed that are not the default's, whatever was measured, and taken or not."""
-    names = ("optimal_layout", "is_quicker", "WORTH_TRYING", "_HAS_LISTS", "best_single_size", "PROFILED", "BLOCK")
+    names = ("optimal_layout", "is_faster", "WORTH_TRYING", "_HAS_LISTS", "best_single_size", "PROFILED", "BLOCK")
     before = {name: getattr(bucket_tuner, name) for name in names}
     bucket_tuner.optimal_layout = lambda backward: cut or tuple(range(1, len(backward.sizes) + 1))
     bucket_tuner.best_single_size = lambda backward, *, from_the_end: 2000
-    bucket_tuner.is_quicker = lambda ratios: (takes, f"{len(ratios)} ratios")
+    bucket_tuner.is_faster = lambda ratios: (takes, f"{len(ratios)} ratios")
     bucket_tuner.WORTH_TRYING = float("inf")
     bucket_tuner.PROFILED = 2
     bucket_tuner.BLOCK = 1

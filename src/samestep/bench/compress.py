@@ -99,7 +99,7 @@ def _figures(sent: float, coding: float, pays_below: float) -> dict[str, float]:
 
 
 def conclusion(comparisons: list[Comparison], hosts: int) -> str:
-    """Says whether compression pays here: whether a codec is surely quicker than the best way without.
+    """Says whether compression pays here: whether a codec is surely faster than the best way without.
 
     Args:
         comparisons: with every codec, and as it comes.

@@ -141,7 +141,7 @@ def _table(comparison: Comparison) -> Table:
     from rich.table import Table
 
     table = Table(title=f"{comparison.name}, {len(comparison.ours)} pairs", title_justify="left")
-    for heading in ("", f"ms per {comparison.unit}", "quickest", "slowest"):
+    for heading in ("", f"ms per {comparison.unit}", "fastest", "slowest"):
         table.add_column(heading, justify="right" if heading else "left")
     for side, times in (("ours", comparison.ours), ("theirs", comparison.theirs)):
         table.add_row(side, *(f"{1000 * seconds:.2f}" for seconds in (median(times), min(times), max(times))))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 DESCRIPTION = """Predicts what a step of a training takes on 1, 2, 4, … processes of a cluster: data parallel, as a
-pipeline, or both; which all-reduce and which buckets are quickest there, what limits it, what to change next.
+pipeline, or both; which all-reduce and which buckets are fastest there, what limits it, what to change next.
 
 The script is profiled on this machine: it runs in one process for some steps, unchanged, and is then stopped.
 A cluster file says what stands where and what lies between (`samestep bench links --write FILE` measures one);

@@ -5,7 +5,7 @@
     crowded            0 ◀▶ 4, 0 ◀▶ 8, 4 ◀▶ 8        one of each of 3 hosts or more, each with all others at once
     adding             y += x, on all ranks at once
 
-Messages of several sizes go round; the quickest of a few series is kept, because whatever disturbs a message makes it
+Messages of several sizes go round; the fastest of a few series is kept, because whatever disturbs a message makes it
 slower; a line through the times gives latency and bandwidth (:func:`samestep.network.links.fit`). What is measured is
 what the engine will meet, Python included. Rank 0's figures are broadcast, so that all ranks choose the same.
 
@@ -54,7 +54,7 @@ def measure(
         local: ranks on each host, neighbours in the group; None where all are on one.
         sizes: of the messages timed, in bytes.
         crowds: whether to see, too, what is left of the bandwidth where all hosts, 3 or more, exchange with all others.
-        series: of messages, of which the quickest counts.
+        series: of messages, of which the fastest counts.
         clock: returns seconds.
 
     Raises:
@@ -96,13 +96,13 @@ class _Timer:
     def crowded(self, ranks: Sequence[int], link: Link | None) -> float:
         """Returns the part of a link's bandwidth that is left where these ranks exchange with each other, all at once.
 
-        Unlike a message's, its usual time counts, not the quickest, and until the last rank has ended; but not those of
+        Unlike a message's, its usual time counts, not the fastest, and until the last rank has ended; but not those of
         the first exchanges, in which TCP finds out how much each way bears.
         """
         others = [rank for rank in ranks if rank != self._transport.rank] if self._transport.rank in ranks else []
         share = max(self._sizes) // (len(ranks) - 1)
         out, into = torch.zeros(share, dtype=torch.uint8), [torch.zeros(share, dtype=torch.uint8) for _ in others]
-        idle = self._quickest(self._barrier)
+        idle = self._fastest(self._barrier)
         times = []
         for _ in range(WARMING + self._series):
             self._barrier()
@@ -122,13 +122,13 @@ class _Timer:
     def adding(self) -> float:
         """Returns how many bytes are added to others in a second."""
         one, other = torch.zeros(ADDED), torch.zeros(ADDED)
-        seconds = self._quickest(lambda: one.add_(other))
+        seconds = self._fastest(lambda: one.add_(other))
         return one.numel() * one.element_size() / seconds
 
     def _shift(self, ring: Sequence[int], size: int) -> float:
         """Returns the seconds of a message of `size` bytes from each rank of the ring to the next."""
         if self._transport.rank not in ring:
-            return self._quickest(lambda: None)
+            return self._fastest(lambda: None)
         place = ring.index(self._transport.rank)
         after, before = ring[(place + 1) % len(ring)], ring[place - 1]
         out, into = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
@@ -138,9 +138,9 @@ class _Timer:
             for work in works:
                 work.wait()
 
-        return self._quickest(once)
+        return self._fastest(once)
 
-    def _quickest(self, once: Callable[[], object]) -> float:
+    def _fastest(self, once: Callable[[], object]) -> float:
         seconds = []
         for _ in range(self._series):
             self._barrier()

@@ -7,7 +7,7 @@ it on, and the links are idle meanwhile. Here a segment is added while the next 
     [1] segmented     ─ 3a ─┤─ 3b ─┤─ 2a ─┤─ 2b ─┤─ 1a ─┤─ 1b ─┤
                             │adds 3a│adds 3b│adds 2a│ ...
 
-    Cost: 2 (p-1) k alpha + 2 (p-1)/p n beta for k >= 2 segments, where adding is quicker than receiving. The second
+    Cost: 2 (p-1) k alpha + 2 (p-1)/p n beta for k >= 2 segments, where adding is faster than receiving. The second
     segment saves all of (p-1)/p n gamma; more only shorten what travels alone.
 
 Chain, 3 segments, 4 ranks: the first segment is on its way before the last has left.

@@ -5,8 +5,8 @@
     round   0 ─ 1   2 ─ 3
 
     latency     half of the median of 20 messages there and back
-    bandwidth   the quickest of 3 messages of 4 MiB, there and back
-    clocks      the other's clock at the middle of the quickest exchange (as NTP does it)
+    bandwidth   the fastest of 3 messages of 4 MiB, there and back
+    clocks      the other's clock at the middle of the fastest exchange (as NTP does it)
 
 Ranks exchange over gloo: so this is what a training on CPUs would have.
 """
@@ -124,8 +124,8 @@ def _pair(rank: int, first: int, second: int) -> Pair | None:
     times = [_there_and_back(large, other, leads=leads)[0] for _ in range(LARGES)]
     if not leads:
         return None
-    quickest = min(clocks)
-    return Pair(first, second, median(took for took, _ in clocks) / 2, 2 * LARGE / min(times), quickest[1])
+    fastest = min(clocks)
+    return Pair(first, second, median(took for took, _ in clocks) / 2, 2 * LARGE / min(times), fastest[1])
 
 
 def _there_and_back(tensor: torch.Tensor, other: int, *, leads: bool) -> tuple[float, float]:

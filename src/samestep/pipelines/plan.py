@@ -203,7 +203,7 @@ def plan_pipeline(
         micro_batches: that a batch is cut into; "auto" tries 1, 2, 4, … up to 8 for each stage.
         schedule: a name, or "auto": all of "fill-drain", "1f1b", "eager-1f1b" and "zero-bubble", and where a link is
             given "interleaved", which has 2, 3 or 4 stages on each rank, and as many times the messages; it is chosen
-            if it is quickest also with messages that take twice as long.
+            if it is fastest also with messages that take twice as long.
         devices: by rank; all as quick as this one, with memory enough, if None.
         link: between a stage and the next; messages that take no time if None.
         weight: of targets: how many items their mean loss is of; their samples if None.

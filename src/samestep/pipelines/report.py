@@ -1,6 +1,6 @@
 """What a pipeline's steps took, beside what was predicted, and where the time went.
 
-    work          what the stages computed, evenly shared among the ranks: nothing is quicker
+    work          what the stages computed, evenly shared among the ranks: nothing is faster
     bubble        what the schedule costs where all stages are equal
     imbalance     what unequal stages and micro-batches cost besides
     messages      what the step took longer than that

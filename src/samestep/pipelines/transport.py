@@ -125,7 +125,7 @@ def open_channels(axis: Axis, device: torch.device) -> dict[int, Channel]:
     return {other: P2PChannel(axis, other, device) for other in others} | dict(open_shm_channels(axis, device))
 
 
-class _waiting:  # noqa: N801  (as contextlib's, and quicker: one is entered for every message)
+class _waiting:  # noqa: N801  (as contextlib's, and faster: one is entered for every message)
     """Records that this rank waits for another, so that a hang can be explained."""
 
     def __init__(self, what: str) -> None:

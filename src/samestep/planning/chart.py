@@ -22,7 +22,7 @@ def draw(plan: TrainingPlan, file: Path) -> None:
     """Writes the page."""
     from plotly.subplots import make_subplots
 
-    titles = ("samples a second", "what a step of the quickest way goes into, ms")
+    titles = ("samples a second", "what a step of the fastest way goes into, ms")
     figure: Any = make_subplots(rows=1, cols=2, subplot_titles=titles)
     _curves(figure, plan)
     _parts(figure, plan)

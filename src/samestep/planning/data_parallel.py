@@ -11,7 +11,7 @@
     transfer   what is gone then, with infinite bandwidth
 
 Gradients are ready when they were in the profile, in proportion to the backward. Each all-reduce of the cluster is
-tried with the buckets that end earliest (:mod:`samestep.replicas.bucket_plan`); the quickest is taken.
+tried with the buckets that end earliest (:mod:`samestep.replicas.bucket_plan`); the fastest is taken.
 
 What one device takes for any number of samples is read between the batches that were measured:
 
@@ -133,7 +133,7 @@ def compute_time(profile: Profile, samples: float, speed: float = 1.0) -> BatchT
 def exposed_communication(
     profile: Profile, fabric: ClusterFabric, layout: ParallelLayout, backward_s: float
 ) -> Communication:
-    """Returns what the quickest all-reduce adds to a backward, with its best buckets."""
+    """Returns what the fastest all-reduce adds to a backward, with its best buckets."""
     if layout.replicas == 1:
         return Communication("", (), 0.0, 0.0, 1.0)
     backward = _backward(profile, backward_s)

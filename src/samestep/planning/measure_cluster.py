@@ -93,7 +93,7 @@ def run(options: Options) -> Report:
 
 
 def measure_cluster(series: int) -> MeasuredLinks:
-    """Runs on every rank; returns what lies between all, the quickest of so many series. Collective."""
+    """Runs on every rank; returns what lies between all, the fastest of so many series. Collective."""
     with samestep.world(backend="samestep", device="cpu") as world:
         local = ranks_per_host(all_gather_json(world.everyone, world.local_size))
         group: Any = dist.new_group(backend="gloo")

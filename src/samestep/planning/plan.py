@@ -46,7 +46,7 @@ class TrainingPlan:
 
     @property
     def best(self) -> PredictedStep | None:
-        """The quickest step of all; of several as quick within 1 %, the one with the smallest_near_best ranks."""
+        """The fastest step of all; of several as quick within 1 %, the one with the smallest_near_best ranks."""
         return plan_text.smallest_near_best([one.best for one in self.points])
 
     @property
@@ -55,7 +55,7 @@ class TrainingPlan:
         return plan_text.smallest_near_best([one.steps.get("alone", one.steps.get("data")) for one in self.points])
 
     def title(self, best: PredictedStep | None = None) -> str:
-        """Returns what the plan is of: the quickest step, or this one."""
+        """Returns what the plan is of: the fastest step, or this one."""
         best = best or self.best
         if best is None:
             return f"{self.profile.script} on {self.cluster}\nnothing fits"
@@ -122,7 +122,7 @@ class TrainingPlan:
             yield f"Next: {same[0]} samples a second."
         yield from (f"  or {one}" for one in self.changes if not same or one is not same[0])
         if not self.changes:
-            yield "Nothing that was tried would make it quicker by 2 % or more."
+            yield "Nothing that was tried would make it faster by 2 % or more."
         if self.compressed is not None:
             gain = self._gain(best)
             pays = "pays" if gain > suggestions.MIN_GAIN else "does not pay"

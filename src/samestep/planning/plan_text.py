@@ -1,6 +1,6 @@
 """A plan as a person reads it: a table of ranks, then what to do, and why.
 
-ranks   data parallel      pipeline        hybrid     quickest                 speed-up   efficiency   limited by
+ranks   data parallel      pipeline        hybrid     fastest                 speed-up   efficiency   limited by
     1         84.7 ms                                 1 process                    1.00        100 %   computing
     2         98.7 ms       54.3 ms             -     2 stages, 2 micro-…          1.56         78 %   computing
 """
@@ -21,14 +21,14 @@ TITLES = {"data": "data parallel", "pipeline": "pipeline", "hybrid": "hybrid"}
 
 def table(planner: Planner, points: Sequence[ScalingPoint]) -> list[str]:
     """Returns the lines of the curve."""
-    rows = [("ranks", *TITLES.values(), "quickest", "speed-up", "efficiency", "limited by")]
+    rows = [("ranks", *TITLES.values(), "fastest", "speed-up", "efficiency", "limited by")]
     rows += [_row(planner, one) for one in points]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(_cell(row, column, widths[column]) for column in range(len(row))).rstrip() for row in rows]
 
 
 def verdict(planner: Planner, points: Sequence[ScalingPoint]) -> list[str]:
-    """Returns sentences: what is quickest, when data parallel is the wrong answer, and when ranks no longer pay."""
+    """Returns sentences: what is fastest, when data parallel is the wrong answer, and when ranks no longer pay."""
     last = points[-1]
     said = []
     if last.best is None:
@@ -36,7 +36,7 @@ def verdict(planner: Planner, points: Sequence[ScalingPoint]) -> list[str]:
         said = [f"Nothing fits {last.ranks} ranks. {reasons}."]
     if all(one.best is None for one in points):
         return said
-    return [*_quickest(planner, points), *said, *_wrong(planner, last), *_too_many(planner, points)]
+    return [*_fastest(planner, points), *said, *_wrong(planner, last), *_too_many(planner, points)]
 
 
 def detail(step: PredictedStep, planner: Planner) -> list[str]:
@@ -62,7 +62,7 @@ def detail(step: PredictedStep, planner: Planner) -> list[str]:
 
 
 def smallest_near_best(steps: Sequence[PredictedStep | str | None]) -> PredictedStep | None:
-    """Returns of steps in the order of their ranks the first that is within 1 % of the quickest."""
+    """Returns of steps in the order of their ranks the first that is within 1 % of the fastest."""
     found = [one for one in steps if isinstance(one, PredictedStep)]
     most = max((one.rate for one in found), default=0.0)
     return next((one for one in found if one.rate >= 0.99 * most), None)
@@ -117,12 +117,12 @@ def _unfit(point: ScalingPoint) -> Iterator[tuple[str, str]]:
     return ((kind, one) for kind, one in point.steps.items() if isinstance(one, str))
 
 
-def _quickest(planner: Planner, points: Sequence[ScalingPoint]) -> Iterator[str]:
+def _fastest(planner: Planner, points: Sequence[ScalingPoint]) -> Iterator[str]:
     found = [one.best for one in points if one.best is not None]
     best = max(found, key=lambda one: one.rate)
     times = speed_up(planner, best)
     yield (
-        f"Quickest: {best.layout}, {seconds_text(best.seconds)} a step of {best.samples} samples, {times:.2f} times "
+        f"Fastest: {best.layout}, {seconds_text(best.seconds)} a step of {best.samples} samples, {times:.2f} times "
         f"one process, {100 * efficiency(planner, best):.0f} % of {best.layout.ranks} times as much."
     )
     chosen = smallest_near_best(found)

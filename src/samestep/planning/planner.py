@@ -1,6 +1,6 @@
-"""Which way to use so many ranks is quickest, and how that goes on as they become more.
+"""Which way to use so many ranks is fastest, and how that goes on as they become more.
 
-    ranks     data parallel     pipeline     hybrid        every way is predicted; of each kind the quickest is kept,
+    ranks     data parallel     pipeline     hybrid        every way is predicted; of each kind the fastest is kept,
       1       one process                                  as long as it fits the devices' memory
       2       2 replicas        2 stages
       4       4                 4            2 x 2
@@ -36,7 +36,7 @@ class ScalingPoint:
 
     Attributes:
         ranks: how many.
-        steps: by kind, the quickest, or why there is none.
+        steps: by kind, the fastest, or why there is none.
     """
 
     ranks: int
@@ -44,7 +44,7 @@ class ScalingPoint:
 
     @property
     def best(self) -> PredictedStep | None:
-        """The quickest of all kinds, by samples a second."""
+        """The fastest of all kinds, by samples a second."""
         fitting = [one for one in self.steps.values() if isinstance(one, PredictedStep)]
         return max(fitting, key=lambda one: one.rate, default=None)
 

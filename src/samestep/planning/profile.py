@@ -90,7 +90,7 @@ class Profile:
         backward_s: seconds of the backward.
         optimizer_s: seconds of the update.
         other_s: seconds of all else.
-        step_low_s: what the quicker quarter of the steps took.
+        step_low_s: what the faster quarter of the steps took.
         step_high_s: what the slower quarter took.
         gradients: in the order in which they are ready.
         parameter_bytes: of the model.

@@ -7,7 +7,7 @@ replicas of stages           ranks 0 and 1 are one replica, 2 and 3 another; 0 a
   stage  0  1  0  1
 
 seconds    data │ work │ smaller batches │ imbalance │ bubble │ messages │ latency │ transfer │ optimizer │ other
-           └ the parts add up to the step; each is what the step would be quicker by without it, one after another
+           └ the parts add up to the step; each is what the step would be faster by without it, one after another
 """
 
 from __future__ import annotations

@@ -137,18 +137,18 @@ def coalesced(backward: BackwardProfile, most: int) -> BackwardProfile:
     return dataclasses.replace(backward, sizes=backward.buckets(layout), ready_s=ready)
 
 
-def is_quicker(ratios: Sequence[float]) -> tuple[bool, str]:
+def is_faster(ratios: Sequence[float]) -> tuple[bool, str]:
     """Returns whether proposed buckets win, and why, from their times over the default's, pair by pair.
 
-    They must be quicker in the median and in three pairs of four, so that what is no quicker seldom wins, and what is
+    They must be faster in the median and in three pairs of four, so that what is no faster seldom wins, and what is
     slower by more than the pairs differ never does.
 
-    >>> is_quicker([0.9, 0.8, 0.95, 1.01])
-    (True, 'the proposed buckets are taken: 7.5 % quicker, first in 3 of 4 comparisons')
+    >>> is_faster([0.9, 0.8, 0.95, 1.01])
+    (True, 'the proposed buckets are taken: 7.5 % faster, first in 3 of 4 comparisons')
     """
-    wins, quicker = sum(ratio < 1 for ratio in ratios), 1 - median(ratios)
-    takes = quicker > 0 and 4 * wins >= 3 * len(ratios)
-    by = f"{abs(100 * quicker):.1f} % {'quicker' if quicker >= 0 else 'slower'}"
+    wins, faster = sum(ratio < 1 for ratio in ratios), 1 - median(ratios)
+    takes = faster > 0 and 4 * wins >= 3 * len(ratios)
+    by = f"{abs(100 * faster):.1f} % {'faster' if faster >= 0 else 'slower'}"
     kept = "the proposed buckets are taken: " if takes else "the default is kept: the proposed buckets were "
     return takes, f"{kept}{by}, first in {wins} of {len(ratios)} comparisons"
 

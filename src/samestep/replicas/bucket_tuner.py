@@ -1,4 +1,4 @@
-"""Finding bucket sizes while the training runs: measure, propose, compare, keep the quicker.
+"""Finding bucket sizes while the training runs: measure, propose, compare, keep the faster.
 
     backwards   2          2 + 5                    8 blocks of 6, and 2 after each change
     buckets     default    one for all gradients    default proposed | proposed default | default proposed | ...
@@ -40,7 +40,7 @@ from samestep.replicas.bucket_plan import (
     best_single_size,
     coalesced,
     ddp_layout,
-    is_quicker,
+    is_faster,
     optimal_layout,
 )
 from samestep.replicas.reduction import Reduction
@@ -327,7 +327,7 @@ class BucketTuner:
             self._use(caps if self.plan.takes_proposed else None)
 
     def _decide(self, backward: BackwardProfile, default: Partition, proposed: Partition, ratios: list[float]) -> None:
-        takes, reason = is_quicker(ratios) if ratios else (False, _not_worth(default, proposed))
+        takes, reason = is_faster(ratios) if ratios else (False, _not_worth(default, proposed))
         self.plan = BucketPlan(default, proposed, takes, reason, backward.alone_s, backward.link, backward.beside)
 
 

@@ -208,7 +208,7 @@ class _Simulation:
 def breakdown(schedule: Schedule, costs: Costs, durations: Mapping[Action, float] | None = None) -> dict[str, float]:
     """Returns the seconds of a step, as simulated, by what they go to; they add up to the step.
 
-    "work" is what the stages compute, evenly shared among the ranks: nothing is quicker. "bubble" is what the schedule
+    "work" is what the stages compute, evenly shared among the ranks: nothing is faster. "bubble" is what the schedule
     adds where all stages are equal, "imbalance" what unequal stages and micro-batches add (negative where the slow ones
     lie beside idle ranks), "messages" what messages add.
 

@@ -149,7 +149,7 @@ class HeartbeatMonitor:
                 self._send("heartbeat", asdict(_heartbeat(rank, pid, record, seen, state, now)))
 
     def _send_timings(self) -> None:
-        """Sends the timing of those that have stepped; looks again after half a step of the quickest."""
+        """Sends the timing of those that have stepped; looks again after half a step of the fastest."""
         soonest, before, self._timings = PERIOD_S, self._timings, {}
         for rank, (_, record) in self._ranks().items():
             if record.changed is None:
