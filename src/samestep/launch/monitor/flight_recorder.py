@@ -43,10 +43,15 @@ class CollectiveRecord:
 
 
 def last_collectives() -> list[dict[str, Any]]:
-    """Returns the last collective of each of this process's groups, the latest last; the launcher adds the rank."""
+    """Returns the last collective of each of this process's groups, the latest last; the launcher adds the rank.
+
+    Without a process group the recorder is not asked: ranks that only call each other (torch.distributed.rpc) were seen
+    to crash in it.
+    """
     c10d: Any = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(c10d, "_dump_fr_trace_json", None)
-    if dump is None:
+    groups: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if dump is None or groups is None or not groups._world.pg_map:  # noqa: SLF001
         return []
     lasts: dict[str, dict[str, Any]] = {}
     for entry in json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", []):
