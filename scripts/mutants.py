@@ -10,8 +10,9 @@ in proportion to its lines. The list is written once, before a test is changed: 
 Code inside f-strings is left out, since Python 3.11 does not give its exact place.
 
 `judge` needs a checkout of its own, with its own environment (`make compiled`): it changes and restores its sources.
-First run the test files that name the mutated module, then the others of its layer, each until a test fails. A mutant
-is gone if its code has moved; a timeout counts as killed, an unfinished mutant as neither.
+First run the test files that name the mutated module, then the others of its layer, each until a test fails. Code that
+has moved is followed where its line stands once in the sources; else the mutant is gone. A timeout counts as killed, an
+unfinished mutant as neither.
 """
 
 from __future__ import annotations
@@ -92,6 +93,31 @@ class Mutant:
         if not stands or not source.startswith(self.before, start):
             return None
         return source[:start] + self.after + source[start + len(self.before) :]
+
+    def followed(self, root: Path) -> Mutant | None:
+        """Returns the mutant where its code stands in a checkout today; None where that is not one place."""
+        path = root / self.path
+        if path.exists() and self.put_into(path.read_text(encoding="utf-8")) is not None:
+            return self
+        places = [
+            (other, number, line)
+            for other in sorted((root / "src" / "samestep").rglob("*.py"))
+            for number, line in enumerate(other.read_text(encoding="utf-8").split("\n"), 1)
+            if line.strip() == self.text
+        ]
+        # Indentation is a multiple of 4, which tells of which of several equal pieces of a line the mutant is.
+        within = [at for at in _places_of(self.before, self.text) if self.column >= at and (self.column - at) % 4 == 0]
+        if len(places) != 1 or len(within) != 1:
+            return None
+        other, number, line = places[0]
+        column = len(line) - len(line.lstrip()) + within[0]
+        moved = other.relative_to(root)
+        layer = moved.parts[2] if len(moved.parts) > 3 else "base"
+        return replace(self, path=moved.as_posix(), line=number, column=column, layer=layer)
+
+
+def _places_of(part: str, text: str) -> list[int]:
+    return [at for at in range(len(text)) if text.startswith(part, at)]
 
 
 # --- list ---------------------------------------------------------------------------------------------------------
@@ -247,10 +273,11 @@ def show(options: argparse.Namespace) -> None:
     mutant = next((each for each in _read_list() if each.key == options.key), None)
     if mutant is None:
         sys.exit(f"no mutant {options.key} in {LIST.relative_to(ROOT)}")
-    source = (ROOT / mutant.path).read_bytes().decode()
-    mutated = mutant.put_into(source)
-    if mutated is None:
-        sys.exit(f"the code of {mutant.key} has moved; it read: {mutant.text}")
+    followed = mutant.followed(ROOT)
+    if followed is None:
+        sys.exit(f"the code of {mutant.key} is gone, or stands at several places; it read: {mutant.text}")
+    mutant, source = followed, (ROOT / followed.path).read_bytes().decode()
+    mutated = mutant.put_into(source) or ""
     texts = (source.splitlines(keepends=True), mutated.splitlines(keepends=True))
     sys.stdout.writelines(difflib.unified_diff(*texts, f"a/{mutant.path}", f"b/{mutant.path}"))
 
@@ -293,12 +320,14 @@ class Judge:
 
     def judge(self, mutant: Mutant, confirm: str | None) -> dict[str, object]:
         """Returns the verdict: killed, survived, timeout, unfinished or gone; the source is restored."""
-        path = self._root / mutant.path
         began = time.monotonic()
-        source = path.read_bytes() if path.exists() else b""
-        mutated = mutant.put_into(source.decode())
-        if mutated is None:
+        followed = mutant.followed(self._root)
+        if followed is None:
             return {"verdict": "gone", "test": None, "stage": None, "seconds": 0.0}
+        mutant, path = followed, self._root / followed.path
+        source = path.read_bytes()
+        mutated = mutant.put_into(source.decode())
+        assert mutated is not None
         times = path.stat()
         try:
             path.write_bytes(mutated.encode())
