@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from samestep import Report
 from samestep.verification.findings import Finding
 from samestep.verification.journal import TraceWriter, read, value_path
 from samestep.verification.judging.paths import Paths, _without_own
+from samestep.verification.judging.storage import OWN_NUMBER
 from samestep.verification.recording.paths import RATES, PathTrace
 
 STEP, ITEM, LOG, FORWARD = ("a.py:9", "add_"), ("a.py:4", "item"), ("a.py:7", "item"), ("a.py:2", "linear")
@@ -49,6 +51,22 @@ def test_ways_that_part_for_good_are_told_from_others() -> None:
     way, short = [(ITEM, 1.0), (STEP, None), (FORWARD, None)], [(ITEM, 2.0), (FORWARD, None)]
     assert not paths({0: way, 1: way, 2: way}, {0: way, 1: short, 2: way}).part_for_good
     assert paths({0: way, 1: way, 2: way}, {0: way, 1: short, 2: short}).part_for_good
+
+
+def test_of_what_is_saved_the_last_number_that_differs_is_named() -> None:
+    mine = [(FORWARD, None), (ITEM, 0.25), (STEP, None), (FORWARD, None), (("a.py:11", "backward"), None), (LOG, 0.5)]
+    theirs = [
+        (FORWARD, None),
+        (FORWARD, None),
+        (ITEM, 0.125),
+        (STEP, None),
+        (("a.py:11", "backward"), None),
+        (LOG, 0.6),
+    ]
+    of_save = replace(found("steps-differ"), step=4, cause=f"They save{OWN_NUMBER}")
+    located = paths({5: mine}, {5: theirs}).located(of_save, None)
+    assert located.where == "a.py:4"
+    assert "what is saved depends on it (shows at a.py:9)" in located.cause
 
 
 def test_of_rates_the_number_before_they_change_is_named() -> None:

@@ -110,6 +110,7 @@ LOSSES = {
         parts[rank] = out
         loss = torch.logsumexp(torch.cat(parts) @ y.t(), 0).mean()""",
 }
+LOSSES["detached"] = LOSSES["without gradients"].replace("(parts, out)", "(parts, out.detach())")
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,12 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Lazily[Report]:
 
 
 @pytest.mark.parametrize(
-    ("name", "line"), [("a sum", "loss = (out - y)"), ("without gradients", "dist.all_gather(parts, out)")]
+    ("name", "line"),
+    [
+        ("a sum", "loss = (out - y)"),
+        ("without gradients", "dist.all_gather(parts, out)"),
+        ("detached", "dist.all_gather(parts, out.detach())"),
+    ],
 )
 def test_the_line_that_makes_gradients_differ_is_named(reports: Lazily[Report], name: str, line: str) -> None:
     (error,) = reports[name].errors

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep import Report
+from samestep.instrument.collective_call import CollectiveCall
 from samestep.verification.journal import value_path
 from samestep.verification.judging import by_hand, storage
 from samestep.verification.judging.record import Rank, Record
@@ -115,6 +116,23 @@ def test_a_step_goes_from_the_first_write_behind_a_backward_to_the_next_forward(
     assert told.told == [("before", [1.0]), ("after", [0.25])]
     write(model.weight)  # behind no backward
     assert len(told.told) == 2
+
+
+def test_a_step_begins_with_what_a_collective_brings_of_another_rank(told: Told, watched: ByHand) -> None:
+    model = Scale()
+    backward(watched, model(torch.tensor(2.0)))
+    parts = [torch.zeros(()), torch.zeros(())]
+
+    def all_gather(tensor_list: list[Tensor], tensor: Tensor) -> None: ...
+    def broadcast(tensor: Tensor, src: int) -> None: ...
+
+    watched.wrote(CollectiveCall(all_gather, "all_gather", (parts, model.weight.data), {}).filled)
+    assert told.told == []  # it is sent, not filled
+    watched.wrote(CollectiveCall(broadcast, "broadcast", (model.weight.data, 1), {}).filled)
+    model.weight.data.fill_(0.5)  # has come from rank 1
+    subtract(model.weight)
+    model(torch.tensor(2.0))
+    assert told.told == [("before", [1.0]), ("after", [0.0])]
 
 
 def test_gradients_that_are_accumulated_are_those_of_one_step(told: Told, watched: ByHand) -> None:
@@ -268,6 +286,37 @@ def test_what_one_line_saves_of_a_step_counts_together(second: int, *, is_found:
     report = Report(ranks=2)
     storage.judge_saved(ours, Record(Path(), [Rank(0, saves((12, "n"), (4, "m")))]), report)
     assert [one.code for one in report.errors] == (["checkpoint-inexact"] if is_found else [])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "alone", "is_placed", "found_at"),
+    [
+        ({5, 10}, {5, 10}, True, None),
+        ({5}, {5, 10}, True, 9),
+        ({5, 10}, {5}, True, 9),
+        ({5, 10}, {5}, False, None),
+        ({5, 15}, {5}, True, None),
+    ],
+    ids=["the same", "one process more", "the ranks more", "with other weights", "beyond its end"],
+)
+def test_saves_behind_other_steps_tell_of_a_metric_of_ones_own(
+    ranks: set[int], alone: set[int], *, is_placed: bool, found_at: int | None
+) -> None:
+    def saves(windows: set[int], **more: Any) -> list[Event]:
+        about = {"kind": "save", "where": "train.py:40", **more}
+        return [{**about, "window": window} for window in sorted(windows)]
+
+    mine = [one for number in range(16) for one in (step(number, "g"), stepped(number))]
+    ours = record([*mine, *saves(ranks)], mine)
+    evaluated = {"kind": "metrics", "window": 8, "placed": is_placed}
+    theirs = [*saves(alone, placed=True), evaluated, {"kind": "batch", "window": 12}]
+    report = Report(ranks=2)
+    storage.judge_moments(ours, Record(Path(), [Rank(0, theirs)]), report)
+    told = [(one.code, one.where, one.step) for one in report.errors]
+    assert told == ([] if found_at is None else [("evaluation-inexact", "train.py:40", found_at)])
+    report = Report(ranks=2, coverage={"evaluation": "agrees"})
+    storage.judge_moments(ours, Record(Path(), [Rank(0, theirs)]), report)
+    assert report.errors == []  # rounding may decide
 
 
 # --- whole scripts ---

@@ -14,6 +14,7 @@ from samestep.instrument.patch import call_site, caller, is_own
 UNEVEN = {"gather", "scatter", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"}  # shapes may differ
 BETWEEN_TWO = {"send", "recv", "send_object_list", "recv_object_list"}
 _ROOTED = {"gather", "scatter", "gather_object", "scatter_object_list", "broadcast_object_list"}
+_FILLS_NONE = {"send", "barrier", "monitored_barrier", "new_group"}
 _REDUCED = {"all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"}
 _SYNC_BATCHNORM = ("/torch/nn/modules/_functions.py", "/samestep/replicas/norm.py")
 
@@ -46,6 +47,14 @@ class CollectiveCall:
         """All that are sent or filled."""
         named = self.arguments.items()
         return list(_tensors(value for key, value in named if "list" not in key or "object" not in self.name))
+
+    @property
+    def filled(self) -> list[Any]:
+        """Those that it fills: nearly always the first argument."""
+        if self.name in _FILLS_NONE or "object" in self.name:
+            return []
+        first = "gather_list" if self.name == "gather" else next(iter(self.arguments), "")
+        return list(_tensors([self.arguments.get(first)]))
 
     @cached_property
     def description(self) -> dict[str, Any]:

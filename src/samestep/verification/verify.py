@@ -256,7 +256,11 @@ def _locate_lines(runner: Runner, record: Record, steps: int, report: Report) ->
 
 def _locate_decisions(runner: Runner, record: Record, steps: int, report: Report) -> None:
     """Looks for the numbers by which ranks, or the ranks and one process, decide otherwise."""
-    wanted = [one for one in report.errors if one.code in _DECIDED and not one.cause.endswith(MOVED_APART)]
+    wanted = [
+        one
+        for one in report.errors
+        if (one.code in _DECIDED and not one.cause.endswith(MOVED_APART)) or one.cause.endswith(storage.OWN_NUMBER)
+    ]
     if not wanted:
         return
     how: dict[str, Any] = {"steps": steps, "passes": PASSES, "trace": {"path": True}}
@@ -506,6 +510,7 @@ def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], 
             if not report.errors and states.averaged_behind(record) is None:
                 evaluation.judge_swapped(record, whole, permuted, report)
             evaluation.judge(record, whole.record, report, permuted, apart=whole.apart is not None)
+            storage.judge_moments(record, whole.record, report)
         _conclude_on_data(record, whole.record, own_pace, report)
         if whole.record.ranks and whole.record.ranks[0].of("collated"):
             report.remarks.append("batches of unlike shapes were made anew from their samples, by their collate_fn")

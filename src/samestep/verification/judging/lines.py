@@ -106,9 +106,19 @@ class Lines:
         ]
 
     def _without_gradient(self) -> str | None:
-        """The line of a collective before the backward pass that is given a tensor of which gradients are taken."""
-        calls = [event for event in self.ranks.ranks[0].of("collective") if event.get("grad") and event.get("traced")]
-        return calls[0]["where"] if calls else None
+        """The line of a collective before the backward pass that is given a tensor of which gradients are taken.
+
+        It may be given a detached one, whose numbers lie in the same place.
+        """
+        calls = [event for event in self.ranks.ranks[0].of("collective") if event.get("traced")]
+        taken = {
+            one["at"]
+            for trace in _traces(self.ranks)[0]
+            for place, one in trace.items()
+            if place[0] == FORWARD and one["grad"]
+        }
+        found = (event["where"] for event in calls if event.get("grad") or taken & set(event["at"]))
+        return next(found, None)
 
 
 def _at(finding: Finding, where: str | None, told: str) -> Finding:

@@ -9,6 +9,7 @@ for. Lines that only one rank ever comes by are its own business, as `if rank ==
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from samestep.verification.findings import Finding
 from samestep.verification.judging.causes import UNREACHED
 from samestep.verification.judging.record import Record
+from samestep.verification.judging.storage import OWN_NUMBER
 from samestep.verification.recording.paths import RATES
 
 __all__: list[str] = []
@@ -57,6 +59,9 @@ class Paths:
             finding: about rates, or about what was decided.
             until: the last window that is looked at; None for all.
         """
+        if finding.cause.endswith(OWN_NUMBER):
+            where = self._taken_last((finding.step or 0) + 1)
+            return self._at(finding, where, "what is saved depends on it")
         of_rates = finding.code == "learning-rate-differs"
         where = self._before_rates(until) if of_rates else self._before_parting(until)
         if where is None and finding.cause.endswith(UNREACHED):
@@ -77,6 +82,16 @@ class Paths:
         entries = self.first.get(window, [])
         until = next((place for place, (one, _) in enumerate(entries) if one[1] == "backward"), None)
         return None if until is None else self._last_number(window, until)
+
+    def _taken_last(self, window: int) -> str | None:
+        """The last line before a window's first backward pass whose last number differs; they may loop unlike often."""
+        numbers = []
+        for entries in (self.first.get(window, []), self.other.get(window, [])):
+            before = itertools.takewhile(lambda entry: entry[0][1] != "backward", entries)
+            numbers.append({place: value for place, value in before if value is not None and place != RATES})
+        mine, theirs = numbers
+        apart = [place[0] for place, value in mine.items() if place in theirs and theirs[place] != value]
+        return apart[-1] if apart else None
 
     @property
     def part_for_good(self) -> bool:

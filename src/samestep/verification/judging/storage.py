@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from samestep.verification.findings import AGREES, NOT_REACHED, PROVED, Finding, unchecked
+from samestep.verification.findings import AGREES, DECLARED, NOT_REACHED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.resumed import same
@@ -15,6 +15,7 @@ from samestep.verification.report import Report
 __all__: list[str] = []
 
 OWN_STATE = "the state of the script's own code is seen in its first step behind the load, which was not compared"
+OWN_NUMBER = ": what decides it is a rank's own number, such as a metric of its own samples"
 
 
 def judge(record: Record, report: Report) -> None:
@@ -136,6 +137,53 @@ def _partly_saved(record: Record, alone: Rank) -> Iterator[Finding]:
                 fix="gather the parts of all ranks before rank 0 saves, or let every rank save its own",
             )
             return
+
+
+def judge_moments(record: Record, whole: Record, report: Report) -> None:
+    """Adds whether one process with the same weights saves behind other steps: then a rank's own number decides that.
+
+    A metric that was found to be one process's may still be on the other side of a bound by rounding.
+    """
+    if whole.ranks and not report.errors and report.coverage.get("evaluation") not in {PROVED, AGREES, DECLARED}:
+        report.add(_saved_elsewhere(record, whole.ranks[0]))
+
+
+def _saved_elsewhere(record: Record, alone: Rank) -> Iterator[Finding]:
+    windows = [event["window"] for event in alone.events if "window" in event]
+    unplaced = [_window_of(event) for event in alone.events if event.get("placed") is False]  # with weights of its own
+    placed, reached = min(unplaced, default=record.steps), max(windows, default=0)
+    moments = _moments([alone])
+    for where, mine in _moments(record.ranks).items():
+        theirs = moments.get(where, mine)
+        apart = sorted(
+            one for one in mine ^ theirs if 0 < one < placed and one < (reached if one in mine else record.steps)
+        )
+        if apart:
+            step = apart[0] - 1
+            ranks, process = ("save", "does not") if apart[0] in mine else ("do not save", "does")
+            yield Finding(
+                code="evaluation-inexact",
+                step=step,
+                where=where,
+                cause=f"behind step {step} the ranks {ranks}, and one process with the same weights {process}"
+                f"{OWN_NUMBER}",
+                fix="reduce the metric over all ranks before it decides what is kept",
+            )
+            return
+
+
+def _window_of(event: Event) -> int:
+    """Of what belongs to an evaluation, the window in which that has begun."""
+    return int(event["window"] if "window" in event else event["phase"].partition(".")[0])
+
+
+def _moments(ranks: Sequence[Rank]) -> dict[str, set[int]]:
+    """Behind how many steps something is saved, by line."""
+    moments: dict[str, set[int]] = {}
+    for rank in ranks:
+        for event in rank.of("save"):
+            moments.setdefault(event["where"], set()).add(event["window"])
+    return moments
 
 
 def _saves(ranks: Sequence[Rank]) -> dict[tuple[str, int], list[Event]]:

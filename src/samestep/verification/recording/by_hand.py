@@ -5,7 +5,7 @@
 
 Writes are seen by a TorchFunctionMode, from a backward pass to the end of the step that follows: `p -= lr * p.grad`,
 `p.data.add_(…)`, `p.data = …`, `torch._foreach_add_`, also through a view or a flat buffer that shares the storage.
-What a collective receives into a parameter is none: it brings what another rank has made of it.
+A collective that receives into a parameter counts too: it brings what another rank's step has made of it.
 
 All parameters of the models that a backward reaches are one :class:`HandWritten`, which stands for the script's own
 code as an optimizer does. Tensors that belong to no model count where the script has no model.
@@ -60,6 +60,7 @@ class Listener(Protocol):
 
 
 _BETWEEN = "samestep.instrument."  # stands between the script and what it calls
+_OBSERVERS = (_BETWEEN, "samestep.verification.recording.")
 
 
 class ByHand:
@@ -117,16 +118,21 @@ class ByHand:
             self._writes.begin()
 
     def wrote(self, tensors: Iterable[Tensor]) -> None:
-        """Something is about to write to tensors."""
-        is_step = self._stepping is None and any(_storage(one) in self._storages for one in tensors)
-        if is_step and not _is_of_samestep(sys._getframe(1)):  # noqa: SLF001
-            self._stepping = optimizer = self._optimizer()
-            optimizer.returned = self._returned
-            self._held = optimizer.param_groups[0]["params"]
-            self._own(sys._getframe(1))  # noqa: SLF001
-            self._hook = register_module_forward_pre_hook(self._called)
-            self._listener.on_optimizer(optimizer, call_site(sys._getframe(1)))  # noqa: SLF001
-            self._listener.before_step(optimizer)
+        """Something is about to write to tensors: a function of torch, or a collective."""
+        if self._stepping is not None or not any(_storage(one) in self._storages for one in tensors):
+            return
+        frame: Any = sys._getframe(1)  # noqa: SLF001
+        while str(frame.f_globals.get("__name__", "")).startswith(_OBSERVERS):
+            frame = frame.f_back
+        if _is_of_samestep(frame):
+            return
+        self._stepping = optimizer = self._optimizer()
+        optimizer.returned = self._returned
+        self._held = optimizer.param_groups[0]["params"]
+        self._own(frame)
+        self._hook = register_module_forward_pre_hook(self._called)
+        self._listener.on_optimizer(optimizer, call_site(frame))
+        self._listener.before_step(optimizer)
 
     def ends_with(self, result: Any) -> bool:
         """Whether a call that has brought `result` ends a step: where there is no model, a forward begins with it."""
@@ -226,7 +232,7 @@ def _is_of_samestep(frame: Any) -> bool:
     """Whether samestep writes, not the script: a pipeline that is built after its model was measured, say."""
     while frame is not None and not is_own(frame.f_code.co_filename):
         name = str(frame.f_globals.get("__name__", ""))
-        if name.startswith("samestep.") and name != __name__ and not name.startswith(_BETWEEN):
+        if name.startswith("samestep.") and not name.startswith(_BETWEEN):
             return True
         frame = frame.f_back
     return False

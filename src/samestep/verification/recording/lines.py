@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class LineTrace(LooseMode):
             name = getattr(func, "__name__", "")
             if name not in _UNCHANGED:
                 counts = self.segment == EVALUATION and next(tensors_of([*args]), None) is not None
-                known = {one.untyped_storage().data_ptr() for one in tensors_of([*args]) if _is_plain(one)}
+                known = set(storages_of(tensors_of([*args])))
                 self.note(name, result, sys._getframe(1), known, counts=counts)  # noqa: SLF001
         return result
 
@@ -102,6 +102,11 @@ class LineTrace(LooseMode):
                 self._lines.append({**kept, "new": known is not None and kept["at"] not in known})
         finally:
             self._is_busy = False
+
+
+def storages_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Returns where their numbers lie, as lines tell it; of some it is not known."""
+    return [one.untyped_storage().data_ptr() for one in tensors if _is_plain(one)]
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -517,8 +517,14 @@ class Recorder(Witness):
 
     def before_collective(self, call: CollectiveCall) -> None:
         """Writes down a collective before it is entered."""
-        traced = self.lines is not None and self.lines.segment == "forward"
-        self.journal.write("collective", window=self.window, **({"traced": True} if traced else {}), **call.description)
+        if self._by_hand is not None:
+            self._by_hand.wrote(call.filled)
+        about: dict[str, Any] = {}
+        if self.lines is not None and self.lines.segment == "forward":
+            from samestep.verification.recording.lines import storages_of
+
+            about = {"traced": True, "at": storages_of(call.tensors)}
+        self.journal.write("collective", window=self.window, **about, **call.description)
 
     def on_worker(self, key: str, worker: int, states: dict[str, bytes], used: list[str]) -> None:
         """Writes down the generators of a DataLoader's worker; called there."""

@@ -289,7 +289,8 @@ class Witness(Observer, Callbacks):
         if self.lines is None and (self.order.get("trace") or {}).get("window") == self.window:
             self._make_lines()  # what is brought together before a forward may be what its loss is divided by
         if self.lines is not None:
-            self.lines.note(call.name, call.tensors, sys._getframe(1))  # noqa: SLF001
+            counts = self.lines.segment == "evaluation"
+            self.lines.note(call.name, call.tensors, sys._getframe(1), counts=counts)  # noqa: SLF001
         self._note_counts(call, waits=waits)
         if self.window and not self.micro and not torch.is_grad_enabled():
             self.evaluations.notice()

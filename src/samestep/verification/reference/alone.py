@@ -471,7 +471,8 @@ class Alone(Witness):
         elif kind == "metrics":
             self.journal.write(kind, window=self.window, placed=self.is_placed, **fields)
         elif kind == "save":
-            self.journal.write(kind, window=self.window, where=fields["where"], **self.sizes_of_saved(fields["value"]))
+            sizes = self.sizes_of_saved(fields["value"])
+            self.journal.write(kind, window=self.window, placed=self.is_placed, where=fields["where"], **sizes)
         elif kind in {"clip", "scheduler"}:
             self.journal.write(kind, window=self.window, **fields)
         elif kind == "mode":
