@@ -439,6 +439,30 @@ for _ in range(2):
     model.train()
 dist.destroy_process_group()
 """,
+    # what all ranks have used together is left out of each rank's own part
+    "resumed": BEGIN
+    + """
+data, seen = torch.randn(48, 8, generator=torch.Generator().manual_seed(1)), 0
+def train(steps):
+    global seen
+    rows = torch.randperm(len(data), generator=torch.Generator().manual_seed(2))[rank::size]
+    rows = rows[seen:]
+    for part in rows.split(8 // size)[:steps]:
+        optimizer.zero_grad()
+        model(data[part]).square().mean().backward()
+        optimizer.step()
+        seen += len(part) * size
+train(2)
+if rank == 0:
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "seen": seen}, "last.pt")
+dist.barrier()
+state = torch.load("last.pt")
+model.load_state_dict(state["model"])
+optimizer.load_state_dict(state["optimizer"])
+seen = state["seen"]
+train(9)
+dist.destroy_process_group()
+""",
     # as nanoGPT: the next batch is drawn between forward and backward, micro-batches are divided among the ranks
     "ahead": BEGIN
     + """
@@ -487,6 +511,12 @@ def test_a_script_that_draws_the_same_samples_on_all_ranks_is_not(reports: Lazil
     assert (error.code, error.rank) == ("samples-repeated", 1)
     assert error.where is not None
     assert "torch.randint" in SCRIPTS["ahead"].splitlines()[int(error.where.rpartition(":")[2]) - 1]
+
+
+def test_the_line_that_skips_too_much_behind_a_load_is_named(reports: Lazily[Report]) -> None:
+    (error,) = [one for one in reports["resumed"].errors if one.property == "data"]
+    assert error.where is not None
+    assert "rows[seen:]" in SCRIPTS["resumed"].splitlines()[int(error.where.rpartition(":")[2]) - 1]
 
 
 def test_the_micro_batches_of_a_step_are_known_where_all_ranks_have_as_many() -> None:

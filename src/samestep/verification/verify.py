@@ -228,7 +228,7 @@ def _verified(runner: Runner, steps: int) -> Report:
     with leaving_open(report):
         claims.judge(runner, record, report)
     if foreign is None and not ended.hung and ended.code == 0:
-        for locate in (_locate_lines, _locate_decisions, _locate_sources):
+        for locate in (_locate_lines, _locate_decisions, _locate_sources, _locate_samples):
             with leaving_open(report):
                 locate(runner, record, steps, report)
     report.conclude()
@@ -297,6 +297,22 @@ def _locate_sources(runner: Runner, record: Record, steps: int, report: Report) 
         report.relocate(found, sources.of_parameters(found))
     for found in of_initial:
         report.relocate(found, sources.of_initial(found))
+
+
+def _locate_samples(runner: Runner, record: Record, steps: int, report: Report) -> None:
+    """Looks for the line that chooses other samples than one process does, where the script has no DataLoader."""
+    del steps
+    first = record.ranks[0]
+    for found in report.errors:
+        step = first.steps[found.step] if found.step is not None and found.step < record.steps else None
+        if found.code not in _OF_SAMPLES or samples.are_loaded(record):
+            continue
+        if step is not None and found.where == first.backward_of(step):  # no better one is known
+            how = {"steps": step["event"] + 1, "trace": {"window": step["window"], "samples": True}}
+            ranks = runner.recorded(f"samples of {record.size} ranks", record.size, **how).record
+            alone = runner.recorded("samples of one process", 1, **how)
+            report.relocate(found, Lines(ranks, alone).located(found))
+            return
 
 
 @contextmanager

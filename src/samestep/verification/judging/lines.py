@@ -28,7 +28,7 @@ from samestep.verification.recording.lines import EVALUATION, FORWARD, GRADIENTS
 __all__: list[str] = []
 
 _NEAR = 1e-3  # of a tensor's norm
-_LOOKED_AT = {"gradients": (FORWARD, GRADIENTS), "updates": (STEP,), "evaluation": (EVALUATION,)}
+_LOOKED_AT = {"gradients": (FORWARD, GRADIENTS), "updates": (STEP,), "evaluation": (EVALUATION,), "data": (FORWARD,)}
 
 _IN_PLACE = re.compile(r"__i\w+__|[a-z]\w*[a-z0-9]_").fullmatch
 _RESETS = {"zero_", "fill_", "copy_"}
@@ -82,7 +82,10 @@ class Lines:
             terms = [line for line in lines if line.is_loss and line.relation == "copies"]
             told = "what this line brings every rank has whole, and so it counts once for each"
             return _at(finding, terms[-1].where if terms else None, told)
-        line = (_of_loss(lines) if finding.property == "gradients" else None) or _first_apart(lines)
+        of_samples = finding.property == "data"
+        line = (_of_loss(lines) if finding.property == "gradients" else None) or _first_apart(
+            lines, all_lines=of_samples
+        )
         brought = _brought_apart(lines) if finding.property == "gradients" else None
         line = min((one for one in (brought, line) if one is not None), key=lines.index, default=None)
         if line is None:
@@ -161,9 +164,9 @@ def _summed_before(trace: Trace, place: Place) -> str | None:
     return None
 
 
-def _first_apart(lines: list[Line]) -> Line | None:
+def _first_apart(lines: list[Line], *, all_lines: bool = False) -> Line | None:
     """The first that differs, behind one that does not: else ranks do it with other data from the start."""
-    counted = [line for line in lines if line.place[0] != FORWARD or line.has_gradient]
+    counted = [line for line in lines if all_lines or line.place[0] != FORWARD or line.has_gradient]
     first = next((place for place, line in enumerate(counted) if line.relation is None), None)
     agree = [line for line in counted[: first or 0] if line.relation not in {None, "unknown"}]
     return counted[first] if first is not None and agree else None

@@ -29,6 +29,7 @@ __all__: list[str] = []
 FORWARD, GRADIENTS, STEP, EVALUATION = "forward", "gradients", "step", "evaluation"
 _MOST_NUMBERS = 1 << 18  # of a tensor that is kept
 _MOST_LINES = 4096
+_UNFILLED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _UNCHANGED = {"__get__", "__set__", "size", "dim", "numel", "detach", "requires_grad_", "backward", "__repr__", "to"}
 
 
@@ -37,11 +38,13 @@ class LineTrace(LooseMode):
 
     Args:
         journal: to write to.
+        whole_numbers: whether results without a fraction are kept too, as the numbers of samples are.
     """
 
-    def __init__(self, journal: TraceWriter) -> None:
+    def __init__(self, journal: TraceWriter, *, whole_numbers: bool = False) -> None:
         super().__init__()
         self._journal = journal
+        self._whole_numbers = whole_numbers
         self._is_busy = False
         self._seen: Counter[tuple[str, str, str]] = Counter()
         self._lines: list[dict[str, Any]] = []
@@ -66,10 +69,10 @@ class LineTrace(LooseMode):
         result = func(*args, **(kwargs or {}))
         if self.segment is not None and not self._is_busy and not torch.compiler.is_compiling():
             name = getattr(func, "__name__", "")
-            if name not in _UNCHANGED:
+            if name not in _UNCHANGED | _UNFILLED:
                 counts = self.segment == EVALUATION and next(tensors_of([*args]), None) is not None
                 known = set(storages_of(tensors_of([*args])))
-                self.note(name, result, sys._getframe(1), known, counts=counts)  # noqa: SLF001
+                self.note(name, result, sys._getframe(1), known, counts=counts or self._whole_numbers)  # noqa: SLF001
         return result
 
     @property

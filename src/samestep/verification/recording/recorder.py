@@ -483,6 +483,7 @@ class Recorder(Witness):
             self.journal.write("updated", event=self._events, kept=kept, evaluations=evaluations, carried=carried)
         self._events += 1
         self.window += 1
+        self.trace_samples()
         self._last_micro = self.micro or 1
         self.is_open, self._sampled, self.micro, self._scaled = False, False, 0, None
         self._has_trained, self._loaded_at, self._unit = False, None, 0.0

@@ -139,6 +139,8 @@ class Witness(Observer, Callbacks):
             self._by_hand.stop()
         self.optimizers.add(optimizer, where)
         self.inputs.watch(optimizer)
+        if not self.window:
+            self.trace_samples()
         if self.sources is not None:
             self.sources.enter()
         if self.path is None and (self.order.get("trace") or {}).get("path"):
@@ -178,13 +180,19 @@ class Witness(Observer, Callbacks):
         if self.lines is not None and self.lines.segment == "evaluation" and segment != "evaluation":
             self.end_trace()
         if is_step or is_evaluation:
-            self._make_lines()
-            self.lines.begin(segment)
+            self._make_lines().begin(segment)
 
-    def _make_lines(self) -> None:
+    def _make_lines(self) -> Any:
         from samestep.verification.recording.lines import LineTrace
 
-        self.lines = self.lines or LineTrace(self.journal)
+        self.lines = self.lines or LineTrace(self.journal, whole_numbers="samples" in (self.order.get("trace") or {}))
+        return self.lines
+
+    def trace_samples(self) -> None:
+        """Looks at all that is computed from the end of the last step on, if this run looks for samples."""
+        wanted = self.order.get("trace") or {}
+        if self.lines is None and "samples" in wanted and wanted["window"] == self.window:
+            self._make_lines().begin("forward")
 
     def end_trace(self) -> None:
         """Writes down the lines of a step, or an evaluation, that is over."""
