@@ -136,10 +136,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
     ],
 )
 def test_a_rank_that_is_stuck_is_named_with_its_line(runs: dict[str, Done], fault: str, words: str, line: str) -> None:
-    failure, stacks, (event,) = runs[fault].args
+    failure, stacks, events = runs[fault].args
     said = runs[fault].stderr
     assert runs[fault].returncode == 124, said
     assert words in said
+    (event,) = events
     assert line in said
     where = "the all-reduce of a backward pass at train.py" if fault == "uneven" else "all_reduce, collective"
     assert f"rank 0 in {where}" in said
