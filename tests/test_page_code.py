@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,24 @@ def test_an_algorithm_is_chosen_from_links_that_are_measured(two_ranks):
 
 def test_gradients_are_compressed(two_ranks):
     assert two_ranks(among, "compression.md", 0, {"Net": net}) == [2, 2]
+
+
+def evaluated():
+    from torch.utils.data import DataLoader
+
+    torch.manual_seed(0)
+    with samestep.world(device="cpu") as world:
+        model = types.SimpleNamespace(module=net())
+        about = {"model": model, "test_set": data(37), "rank": world.rank, "world_size": world.size}
+        known = run(block("verify.md", 1), DataLoader=DataLoader, **about)
+        images, labels = data(37).tensors
+        right = (model.module(images).argmax(1) == labels).sum()
+        return known["accuracy"].item(), right.item() / len(labels)
+
+
+def test_an_evaluation_by_hand_is_that_of_one_process(two_ranks):
+    for accuracy, expected in two_ranks(evaluated):
+        assert accuracy == pytest.approx(expected, abs=1e-12)
 
 
 def test_drift_is_guarded_against(world):

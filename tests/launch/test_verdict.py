@@ -75,7 +75,7 @@ def test_a_hang_which_was_explained_when_it_was_found_is_not_explained_again():
     message = "no progress for 9 s: rank 0 is asleep; rank 1 is waiting for it"
     hung = failed(0, exception="Hang", message=message, exit_code=124, where="train.py:8")
     told = lines(replace(decide({0: -9, 1: -9}, [hung], {}, None), positions={1: "train.py:20"}))
-    assert told[0] == "samestep: error: the run hung and was stopped: no progress for 9 s"
+    assert told[0] == "samestep: error: the run hung and was stopped: no progress for 9 s: rank 0 is asleep"
     assert told[1].startswith("    at train.py:8")
     assert not [line for line in told if "train.py:20" in line]
 

@@ -229,7 +229,7 @@ def test_a_hang_names_who_is_missing_and_shows_what_it_prints(tmp_path):
     made.say("hang", "it hangs: rank 1 is not in all_reduce\n    rank 1 at train.py:9", 1)
     lines = drawn(made, now=T0 + 60.36)
     assert "hangs" in lines[0]
-    assert "missing for 1 min" in row_of(lines, 1)
+    assert "stuck for 1 min" in row_of(lines, 1)
     assert "rank 1, standard output" in line_of(lines, "standard output")
     assert not any("train.py:9" in line for line in lines)
     assert any("train.py:9" in line for line in drawn(made, choice=ViewState(panel="events")))

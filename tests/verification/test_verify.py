@@ -342,7 +342,7 @@ def test_a_training_without_end_is_compared_and_what_it_has_not_reached_is_named
     report = reports["trains for ever"]
     report.require_same()
     assert (report.steps, report.coverage["gradients"]) == (64, "agrees")
-    assert "not reached: evaluation, checkpoint; see --steps" in shown(report)
+    assert "steps: evaluation, checkpoint; see --steps" in shown(report)
 
 
 def test_a_script_that_counts_on_every_batch_is_recorded_without_an_early_end(reports: Lazily[Report]) -> None:

@@ -53,7 +53,7 @@ def add_options(parser: Parser) -> None:
     for name in ("--rdzv-backend", "--rdzv_backend", "--rdzv-id", "--rdzv_id"):
         parser.also(name, dest="without_meaning")  # there is one way to meet, and every run has its own number
     add = parser.add_argument_group("several hosts").add_argument
-    add("--hosts", metavar="LIST", help="start there too: a,b[3-9],user@c:4 (:4 is room for 4 ranks)")
+    add("--hosts", metavar="LIST", help="start there instead of here: a,b[3-9],user@c:4 (:4 is room for 4 ranks)")
     add("--hostfile", metavar="FILE", type=Path, help="the same from a file, one host a line: name, or name slots=4")
     add("--via", choices=VIAS, help="how --hosts are reached (default: ssh)")
     add("--ssh-args", metavar="TEXT", default="", help="more options for ssh: --ssh-args '-p 2222 -F config'")

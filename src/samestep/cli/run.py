@@ -227,8 +227,8 @@ def _announce(spec: RunSpec) -> None:
     if len(spec.parts) > 1:
         machines = len({part.machine for part in spec.parts})
         hosts = "one host" if machines == 1 else f"{machines} hosts"
-        threads = ", ".join(dict.fromkeys(f"{part.threads}" for part in spec.parts))
-        say(f"{spec.size} ranks on {hosts}, threads for each: {threads}")
+        threads = " or ".join(dict.fromkeys(f"{part.threads}" for part in spec.parts))
+        say(f"{spec.size} ranks on {hosts}, {threads} CPU thread{'' if threads == '1' else 's'} for each rank")
     elif spec.size > 1 or spec.pinned:
         chosen = variable("OMP_NUM_THREADS")
         line = describe(read_cores(), spec.size, spec.parts[0].threads, spec.pinned, chosen=chosen)

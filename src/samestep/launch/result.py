@@ -231,7 +231,7 @@ def _headline(failure: FailureRecord, result: RunResult) -> str:
         lost = "lost its connection to other ranks, and no rank reported a cause"
         return f"{who} {lost}: {one_line(failure.message)}"
     if failure.exception == "Hang":  # explained in full when it was found
-        return f"the run hung and was stopped: {failure.message.partition(':')[0]}"
+        return f"the run hung and was stopped: {failure.message.partition(';')[0]}"
     what = f"{failure.exception}: {failure.message}".rstrip(": ")
     if failure.exception == "SystemExit":
         what = f"exit code {failure.exit_code}"

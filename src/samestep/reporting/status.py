@@ -124,7 +124,7 @@ def rank_status(log: RankLog | None, pace: RecentSteps, launcher: Said, now: flo
         return RankStatus("was ended", "warn")
     at = _at(log, pace, now)
     if log.rank in launcher.missing:
-        return RankStatus(f"missing for {roughly(now - last_sign(log))}", "bad")
+        return RankStatus(f"stuck for {roughly(now - last_sign(log))}", "bad")
     if log.rank in launcher.slow:
         return RankStatus(f"slow{at and ': '}{at}", "warn")
     return RankStatus(at, "warn" if launcher.hangs else "")
@@ -133,7 +133,11 @@ def rank_status(log: RankLog | None, pace: RecentSteps, launcher: Said, now: flo
 def _ended(error: str | None) -> RankStatus:
     if error is None:
         return RankStatus("finished", "good")
-    return RankStatus(LOST_PEERS, "warn") if error.startswith(LOST_PEERS) else RankStatus(escape_control(error), "bad")
+    return (
+        RankStatus(LOST_PEERS, "warn")
+        if error.startswith(LOST_PEERS)
+        else RankStatus(escape_control(error.rstrip(": ")), "bad")
+    )
 
 
 def _at(log: RankLog, pace: RecentSteps, now: float) -> str:

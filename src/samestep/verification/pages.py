@@ -186,8 +186,11 @@ PAGES = {
     ),
     "evaluation-inexact": Page(
         "the metric is not that of one process",
-        "Padding counts samples twice, drop_last leaves some out, and a mean of per-rank means weighs them wrongly.",
-        "Sum correct and count over ranks and divide once; samestep.evaluate takes every sample once.",
+        "Padding counts samples twice (DistributedSampler pads); drop_last leaves some out; a mean of means of batches "
+        "or ranks weighs samples unequally; a metric that is no mean is computed on each rank's part.",
+        "Take each sample once, DataLoader(…, sampler=range(rank, len(dataset), world_size)), and sum before dividing: "
+        "totals = torch.tensor([correct, count]); dist.all_reduce(totals); totals[0] / totals[1]. samestep.evaluate "
+        "does all of it.",
         "samples of the evaluation, counted; the metric of the script alone with the same weights",
     ),
     "checkpoint-inexact": Page(

@@ -182,9 +182,9 @@ def headline(report: Report) -> str:
     if report.verdict != "different":
         return "the same training" if report.verdict == "same" else "inconclusive"
     wrong = list(dict.fromkeys(finding.property for finding in report.findings if finding.severity == "error"))
-    if training := [_label(name) for name in wrong if name not in _AROUND]:
+    if any(name not in _AROUND for name in wrong):
         ends = [finding.code for finding in report.findings if finding.code in {"crash", "hang"}]
-        return f"a different training: {' and '.join(ends) if ends else ', '.join(training)}"
+        return f"a different training: {' and '.join(ends) if ends else ', '.join(map(_label, wrong))}"
     around = " and ".join(_AROUND[name] for name in wrong)
     if _why_open(report) is not None:
         return f"{around} differently; whether it is the same training is open"
@@ -242,7 +242,7 @@ def _checked(report: Report) -> list[str]:
         "checked": ", ".join(checked),
         "agrees as declared": "; ".join(allowed),
         "not checked": _by_reason(unchecked),
-        "not reached": f"{', '.join(unreached)}; see --steps" if unreached else "",
+        f"not seen within {report.steps} steps": f"{', '.join(unreached)}; see --steps" if unreached else "",
     }
     return [_wrapped(f"{what}: {text}", "  ", "    ") for what, text in paragraphs.items() if text]
 

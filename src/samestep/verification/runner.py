@@ -121,7 +121,8 @@ class Runner:
         with self._lock:
             self._begun += 1
             number = self._begun
-        self.say(f"run {number} of {max(number, self._planned)}: {name}")
+        of_all = f"{number} of {self._planned}" if number <= self._planned else f"{number}, to explain a difference"
+        self.say(f"run {of_all}: {name}")
 
     def _run(self, name: str, *how: Any) -> Run:
         """Runs the script, and again where it has failed for a port that is free by then, or not known."""

@@ -66,7 +66,7 @@ def _fields(entry: Mapping[str, Any]) -> dict[str, Any]:
         "group": " ".join(dict.fromkeys(map(str, entry["process_group"]))),
         "number": int(entry["collective_seq_id"]),
         "operation": str(entry["profiling_name"]).rpartition(":")[2],
-        "sizes": ", ".join(map(str, entry["input_sizes"])),
+        "sizes": ", ".join(str(size) if size else "a scalar" for size in entry["input_sizes"]),
         "done": bool(entry["retired"]) or entry["state"] == "completed",
     }
 

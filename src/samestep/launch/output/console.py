@@ -209,8 +209,8 @@ class Console:
 
     @property
     def logs(self) -> str:
-        """Where the files of the first rank are, as short as can be."""
-        own = self._logs[0]
+        """Where the files of all ranks are, as short as can be: "*" stands for the hosts, if there are several."""
+        own = self._logs[0] if len(set(self._logs)) == 1 else self._logs[0].parent / "*"
         return str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own)
 
     def show(self, *, everything: bool = False) -> float | None:

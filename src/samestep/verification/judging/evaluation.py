@@ -46,6 +46,8 @@ _PRECISE = 3e-4  # of a printed number, its last digit: it shows also few sample
 _STEADY = 1e-3  # of a number that one process comes to twice
 _CLOSE = 1e-4  # of a sum; the parameters are the same, so this is rounding
 
+_SUMS = "all_reduce the sum over the samples and their number, then divide once; samestep.evaluate(…) does all of it"
+
 Values = dict[tuple[int, str, int], Event]  # what samestep.evaluate has returned, by window, line and number
 
 
@@ -504,15 +506,15 @@ def _inexact(where: str, mine: float, theirs: float, size: int) -> Finding:
     what = (
         f"the ranks sum up {mine:g} where one process counts {theirs:g}"
         if whole
-        else f"the ranks bring {mine / size:.6g} (or {mine:.6g} before a division by {size}), one process {theirs:.6g}"
+        else f"the ranks' values add up to {mine:.6g}, divided by {size} ranks {mine / size:.6g}; one process has "
+        f"{theirs:.6g}"
     )
     return Finding(
         code="evaluation-inexact",
         where=where,
         cause=f"with the same weights {what}: samples are counted twice or left out, or means of unlike parts are "
         "averaged",
-        fix="all_reduce the sum and the count over an evaluation set without padding, and divide once; "
-        "samestep.evaluate(…) does",
+        fix=_SUMS,
     )
 
 
@@ -586,5 +588,5 @@ def _split(group: list[Pass], beside: set[int | None]) -> Iterator[Finding]:
             code="evaluation-inexact",
             where=group[0].about["key"].rpartition("#")[0],
             cause=f"the ranks together evaluate {' and '.join(what)}, of {size}",
-            fix="evaluate range(rank, len(dataset), world_size) without padding, or samestep.evaluate(…)",
+            fix=f"DataLoader(…, sampler=range(rank, len(dataset), world_size)), which does not pad; {_SUMS}",
         )
