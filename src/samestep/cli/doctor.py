@@ -156,7 +156,7 @@ def shown(lines: Sequence[Finding], *, wrong: bool, coloured: bool, width: int |
     if hidden:
         others = f"{len(hidden)} other" if found else f"all {len(hidden)}"
         found += _lines(Finding(f"{others} checks", "ok", "(--all shows them)"), "", coloured=coloured, width=width)
-    return [*found, "", verdict(lines)]
+    return [*found, "", verdict([*hosts])]  # a line of several hosts counts once
 
 
 def _where(named: Sequence[str], everybody: int) -> str:

@@ -65,7 +65,7 @@ def own_name(name: str, found: Sequence[Interface]) -> Finding:
     try:
         led = sorted({entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)})
     except OSError as error:
-        effect = "torchrun, gloo and NCCL on several hosts fail, or wait: they look it up"
+        effect = "torchrun on several hosts looks it up and fails, or waits; samestep run does not use it"
         return Finding(
             "own name", "warning", f"{name} does not resolve: {error}", effect, hosts_entry(entry, first=False)
         )
