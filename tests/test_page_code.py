@@ -115,6 +115,22 @@ def test_gradients_are_compressed(two_ranks):
     assert two_ranks(among, "compression.md", 0, {"Net": net}) == [2, 2]
 
 
+def mean_of_an_epoch():
+    with samestep.world(device="cpu", seed=0) as world:
+        torch.manual_seed(0)
+        model = samestep.replicate(net(), world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # so each sample has one loss
+        batches = samestep.shards(data(40), world, batch_size=10)
+        mean = run(block("step.md"), model=model, optimizer=optimizer, batches=batches)["mean"]
+        x, y = data(40).tensors
+        return mean, F.cross_entropy(model.module(x), y).item()
+
+
+def test_the_mean_loss_of_an_epoch_is_that_of_all_samples(two_ranks):
+    for mean, expected in two_ranks(mean_of_an_epoch):
+        assert mean == pytest.approx(expected, rel=1e-6)
+
+
 def evaluated():
     from torch.utils.data import DataLoader
 

@@ -96,7 +96,7 @@ def test_a_training_with_samestep_is_the_same_also_in_float64_and_through_a_kill
     report.require_same()
     assert any(remark.startswith("in float64 ranks and one process agree") for remark in report.remarks), report
     assert report.coverage["checkpoint"] == "identical"
-    assert "rank 0 killed behind step" in report.margins["checkpoint"]
+    assert "rank 0 killed after" in report.margins["checkpoint"]
     assert not Path("run").exists()  # which is what the script names; every run saves into a folder of its own
 
 

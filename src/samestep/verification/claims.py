@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _MAX_STEPS = 20  # of the runs that are made here
 _MAX_TEXT = 500  # characters of a message
 _KEYS = ("parameters", "gradients", "after")
+_ALL = "name everything that changes while training in samestep.checkpoint: model, optimizer, data, schedule, average"
 _NUMBER = re.compile(r"^model \d+: ")
 
 
@@ -179,15 +180,15 @@ def judge_resume(runner: Runner, record: Record, report: Report) -> None:
     last = killed.record.steps
     if not begun:
         where = "at the beginning" if begun == 0 else "from parameters that the run which was not killed never had"
-        cause = f"rank 0 was killed behind step {last}, after a save, and the run resumed {where}"
+        cause = f"rank 0 was killed after {last} steps, behind a save, and the run resumed {where}"
         report.add([Finding(code="checkpoint-inexact", step=last, cause=cause)])
         return
     for step, tensor, _ in differences([whole[begun:]], steps):
-        cause = f"resumed before step {begun}, the run has other bits in {tensor} at step {step} than without a stop"
-        report.add([Finding(code="checkpoint-inexact", step=step, tensor=tensor, cause=cause)])
+        cause = f"resumed at step {begun}, the run has other bits in {tensor} at step {step} than without a stop"
+        report.add([Finding(code="checkpoint-inexact", step=step, tensor=tensor, cause=cause, fix=_ALL)])
         return
     end = min(len(whole), begun + len(steps)) - 1
-    margin = f"rank 0 killed behind step {last}; resumed before step {begun}, the same bits to step {end}"
+    margin = f"rank 0 killed after {last} steps; resumed at step {begun}, the same bits to step {end}"
     report.cover("checkpoint", PROVED, margin)
 
 

@@ -26,6 +26,7 @@ __all__ = ["Report"]
 _STEPS = {"gradients", "updates", "parameters", "pipeline"}  # outcomes of a step
 _WIDTH = 100
 _UNSEEN = unchecked("nothing of it was seen")
+_UNUSED = {"buffers": "buffers that an evaluation uses"}
 _AROUND = {"evaluation": "evaluated", "checkpoint": "saved or resumed"}  # what happens beside the training
 
 
@@ -250,7 +251,7 @@ def _checked(report: Report) -> list[str]:
 def _coverage(report: Report) -> list[str]:
     width = max(map(len, PROPERTIES))
     lines = [f"  {_label(name):<{width}}  {state}" for name, state in _with_margins(report)]
-    unseen = [_label(name) for name in PROPERTIES if report.coverage.get(name, _UNSEEN) == _UNSEEN]
+    unseen = [_UNUSED.get(name, _label(name)) for name in PROPERTIES if report.coverage.get(name, _UNSEEN) == _UNSEEN]
     return [*lines, f"  not seen: {', '.join(unseen)}"] if unseen else lines
 
 

@@ -232,7 +232,7 @@ def _verified(runner: Runner, steps: int) -> Report:
             with leaving_open(report):
                 locate(runner, record, steps, report)
     report.conclude()
-    report.remarks += _remarks(ended, report)
+    report.remarks += _remarks(ended, report, [one["path"] for rank in record.ranks for one in rank.of("load")])
     return report
 
 
@@ -424,7 +424,7 @@ def _where_others_waited(failure: dict[str, Any]) -> str | None:
     return found[1] if found else None
 
 
-def _remarks(ended: runs.Ended, report: Report) -> list[str]:
+def _remarks(ended: runs.Ended, report: Report, loaded: Sequence[str] = ()) -> list[str]:
     bits = any(remark.startswith("as ") for remark in report.remarks) or report.coverage.get("pipeline") == PROVED
     but = " but those compared bit for bit" if bits else ""
     remarks = [f"dropout and autocast were off in all runs{but}"]
@@ -433,8 +433,16 @@ def _remarks(ended: runs.Ended, report: Report) -> list[str]:
             f"rank {rank} stands at {place}" for rank, place in sorted(runs.stack_positions(ended.folder).items())
         ]
     if report.steps == 0 and report.inconclusive is None and not ended.hung and ended.code == 0:
-        report.inconclusive = f"{NO_STEP}: there is no training to compare"
+        report.inconclusive = f"{NO_STEP}: there is no training to compare{_finished(loaded)}"
     return remarks
+
+
+def _finished(loaded: Sequence[str]) -> str:
+    """What a script that has taken no step may have loaded: the checkpoint of a training that was over."""
+    if not loaded:
+        return ""
+    name = Path(loaded[0]).name
+    return f"; the script has loaded {name}, which may be of a finished training: move it away, or ask for more epochs"
 
 
 def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], Record], report: Report) -> None:
