@@ -55,7 +55,7 @@ LEGS = {
     ),
     "updates": Leg(
         decides=True,
-        recorded="parameters and optimizer state behind some steps",
+        recorded="parameters and optimizer state after some steps",
         reference="one process's step from the same parameters, state, gradients and rates",
         codes=("update-differs",),
     ),

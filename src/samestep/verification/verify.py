@@ -211,6 +211,7 @@ def _verified(runner: Runner, steps: int) -> Report:
         with leaving_open(report):
             chance.judge(record, whole, report)
             shards.judge(record, whole, report)
+            samples.judge_sampler(record, whole.record, report)
             storage.judge_saved(record, whole.record, report)
     if whole is None:
         with leaving_open(report):

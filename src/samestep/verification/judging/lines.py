@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.instrument.collectives import TRACED_CALLS
 from samestep.verification.findings import Finding
 from samestep.verification.judging.explanations import ADDED_UP
 from samestep.verification.judging.record import Record
@@ -166,7 +167,11 @@ def _summed_before(trace: Trace, place: Place) -> str | None:
 
 def _first_apart(lines: list[Line], *, all_lines: bool = False) -> Line | None:
     """The first that differs, behind one that does not: else ranks do it with other data from the start."""
-    counted = [line for line in lines if all_lines or line.place[0] != FORWARD or line.has_gradient]
+    counted = [
+        line
+        for line in lines
+        if line.place[0] != FORWARD or line.has_gradient or (all_lines and line.place[2] not in TRACED_CALLS)
+    ]
     first = next((place for place, line in enumerate(counted) if line.relation is None), None)
     agree = [line for line in counted[: first or 0] if line.relation not in {None, "unknown"}]
     return counted[first] if first is not None and agree else None

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, takewhile
 from typing import Any
 
 from samestep.verification.findings import AGREES, DECLARED, PROVED, Finding, unchecked
@@ -30,6 +30,7 @@ _BY_CHANCE = 0.02  # of the samples of a dataset may be alike without being one
 _LEFT_OUT = 0.25  # of what one process reads, at least; less may be tails, one for each rank
 _READ = 0.9  # of what one process reads, at least, or as far as it goes there is not seen
 _FEWEST = 16  # samples that are in one order on two sides, not by chance
+_DRAWN = 20.0  # equal pairs that drawing with replacement brings: none at all is then no chance
 _MET = 10  # indices in common, to be expected by chance; then there is one but for 1 case in 20,000
 
 
@@ -145,6 +146,35 @@ def judge(record: Record, report: Report, own_pace: OwnPace | None = None) -> No
     notes = [finding for finding in report.findings if finding.property == "data"]
     margin = f"{plural(len(whole), 'epoch')} of {plural(len(training[0]), 'rank')}" if whole else None
     report.cover("data", DECLARED if notes else PROVED if whole else AGREES, margin)
+
+
+def judge_sampler(record: Record, alone: Record, report: Report) -> None:
+    """Adds whether one process draws samples with replacement, by their weights say, of which ranks take each once."""
+    drawn = {
+        (event["key"], event["number"]): event["sampler"] for rank in alone.ranks for event in rank.of("draws_again")
+    }
+    for group in together(record.data):
+        name = (group[0].about["key"], group[0].about["number"])
+        indices = [index for one in group for index in one.indices or []]
+        size = group[0].about["samples"] or 0
+        again = (
+            len(indices) * (len(indices) - 1) / 2 / size if size else 0.0
+        )  # pairs of equal ones, if they were drawn so
+        if name in drawn and len(set(indices)) == len(indices) and again >= _DRAWN:
+            used = group[0].about["sampler"]
+            report.add(
+                [
+                    Finding(
+                        code="samples-missing",
+                        where=name[0].rpartition("#")[0],
+                        cause=f"one process draws its samples with replacement ({drawn[name]}), and the ranks take "
+                        f"each of {size} once ({used}): what is to come more often does not",
+                        fix="give every rank its part of the indices that one sampler draws, [rank::world_size], with "
+                        "one seed on all ranks",
+                    )
+                ]
+            )
+            return
 
 
 def _is_whole(group: Sequence[Pass], record: Record) -> bool:
@@ -273,7 +303,12 @@ def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> It
         if not is_copied and own_pace is not None and _repeats_alone(group, own_pace(), share):
             return  # a stream, or a sampler that repeats rare samples, may draw as it likes
         yield _repeated(group, identities, extra, len(repeated), _drawn_apart(record) or where)
-    elif not by_index and own_pace is not None and (alone := _read_alone(group, own_pace())) is not None:
+    elif (
+        not by_index
+        and own_pace is not None
+        and not _follows_a_cut(record.ranks[0], group[0])
+        and (alone := _read_alone(group, own_pace())) is not None
+    ):
         if count := passed_over(identities, alone.rows, are_whole=all(one.complete for one in [*group, alone])):
             yield left_out(count, where)
     elif by_index and size is not None and all(one.is_known for one in group) and not group[0].about["drop_last"]:
@@ -310,11 +345,17 @@ def _misses_alone(group: Sequence[Pass], alone: Record, missing: int) -> bool:
     return False
 
 
+def _follows_a_cut(rank: Rank, one: Pass) -> bool:
+    """Whether a pass was ended early before it began: the one of that number may be another one elsewhere."""
+    before = takewhile(lambda event: event is not one.about, rank.events)
+    return any(event["kind"] == "passed" and event.get("cut") is not None for event in before)
+
+
 def _read_alone(group: Sequence[Pass], alone: Record) -> Pass | None:
-    """The same pass of one process."""
-    line, number = group[0].about["key"].rpartition("#")[0], group[0].about["number"]
+    """The same pass of one process; a line that makes a loader for each pass gives each another key."""
+    key, number = group[0].about["key"], group[0].about["number"]
     told = passes(alone.ranks[0]) if alone.ranks else []
-    named = [one for one in told if one.about["key"].rpartition("#")[0] == line and one.about["number"] == number]
+    named = [one for one in told if (one.about["key"], one.about["number"]) == (key, number)]
     return named[0] if named and named[0].rows else None
 
 

@@ -31,7 +31,7 @@ from samestep.verification.recording.adjusting import kill_once_saved
 from samestep.verification.recording.chance import MOST_BEFORE, ORDERING, keep, note_order
 from samestep.verification.recording.compressing import Compressing
 from samestep.verification.recording.evaluations import STATISTICS
-from samestep.verification.recording.limit import Limit, Pass
+from samestep.verification.recording.limit import SMALL, Limit, Pass
 from samestep.verification.recording.optimizers import digests, held, settings_of
 from samestep.verification.recording.witness import StopRecording, Witness
 
@@ -492,6 +492,9 @@ class Recorder(Witness):
         if self._own is not None:
             self._own.forget()
         begun = self._limit.reached
+        if not self.window - 1:
+            numbers = sum(one.numel() for group in optimizer.param_groups for one in group["params"])
+            self._limit.is_small = numbers <= SMALL
         is_over = self._limit.stepped(self.optimizers.taken(optimizer, begun))
         if self._limit.reached and not begun:
             self.journal.write("enough", event=self._events)

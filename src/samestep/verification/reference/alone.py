@@ -125,6 +125,7 @@ class Alone(Witness):
     def on_pass(self, epoch: LoaderPass, own: PassIterator) -> Iterator[Any]:
         """Yields what the ranks have used together, where they have trained on it."""
         from samestep.data.iterable import dataset_length
+        from samestep.instrument.dataloader import samplers_of
 
         self.evaluations.begin_pass(epoch.key, epoch.number)
         parts = self._replayed.get((epoch.key, epoch.number))
@@ -132,6 +133,9 @@ class Alone(Witness):
             yield from self._natively(epoch, own)
             return
         self.evaluations.end()
+        sampler = samplers_of(epoch.loader)[0]
+        if getattr(sampler, "replacement", False):
+            self.journal.write("draws_again", key=epoch.key, number=epoch.number, sampler=type(sampler).__name__)
         if self.order.get("own_lengths"):
             self.journal.write("own_length", key=epoch.key, own=dataset_length(epoch.loader))
         for index in range(max(map(len, parts))):
