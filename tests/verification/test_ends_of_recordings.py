@@ -8,11 +8,12 @@ from journals import Event, ended, passed, record, step, stepped
 from samestep.verification.findings import NOT_REACHED
 from samestep.verification.judging import evaluation, reached, samples, storage
 from samestep.verification.judging.record import Record
+from samestep.verification.judging.samples import _read_alone, passes
 from samestep.verification.judging.single import Run
 from samestep.verification.recording.limit import Limit
 from samestep.verification.report import Report
 from samestep.verification.runs import Ended
-from samestep.verification.verify import ended_apart
+from samestep.verification.verify import _goes_on, ended_apart
 
 KEY = "train.py:10#1"
 
@@ -89,6 +90,49 @@ def judged(*ranks: list[Event]) -> Report:
         judge.judge(record(*ranks), report)
     evaluation.judge(record(*ranks), None, report)
     return report
+
+
+@pytest.mark.parametrize(
+    ("numbers", "events", "goes_on"),
+    [(1000, [], True), (2_000_000, [], False), (1000, passed([0], samples=1), False)],
+    ids=["small", "large", "with a DataLoader"],
+)
+def test_a_small_model_without_a_loader_is_recorded_for_longer(
+    numbers: int, events: list[Event], *, goes_on: bool
+) -> None:
+    start: Event = {"kind": "start", "numbers": numbers, "parameters": {}, "buffers": {}}
+    over: Event = {**ended(), "enough": True}
+    assert _goes_on(record([start, *events, over], [start, *events, over])) is goes_on
+    assert not _goes_on(record([start, *events, ended()], [start, *events, ended()]))  # the script is over
+
+
+@pytest.mark.parametrize(
+    ("theirs", "is_found"),
+    [("WeightedRandomSampler", True), (None, False)],
+    ids=["with replacement", "as on the ranks"],
+)
+def test_a_sampler_with_replacement_that_only_one_process_has_is_found(theirs: str | None, *, is_found: bool) -> None:
+    parts = [[*range(rank, 128, 2)] for rank in range(2)]
+    ours = record(*(passed(part, samples=128) for part in parts))
+    drawn: list[Event] = [] if theirs is None else [{"kind": "draws_again", "key": KEY, "number": 0, "sampler": theirs}]
+    report = Report(ranks=2)
+    samples.judge_sampler(ours, record(drawn), report)
+    assert [one.code for one in report.errors] == (["samples-missing"] if is_found else [])
+    again = record(*(passed([*part[:-1], 0], samples=128) for part in parts))  # they draw with replacement, too
+    samples.judge_sampler(again, record(drawn), report := Report(ranks=2))
+    assert report.errors == []
+
+
+@pytest.mark.parametrize(("key", "is_found"), [("train.py:10#2", True), ("train.py:10#1", False)])
+def test_a_loader_that_is_made_anew_is_compared_with_that_of_the_same_number(key: str, *, is_found: bool) -> None:
+    """A stream of 40 samples that one process reads whole, the second loader's ranks only its first half of each."""
+    ours = [
+        [{**event, "key": "train.py:10#2", "indices": None} for event in passed([*range(rank, 20, 4)], samples=40)]
+        for rank in range(2)
+    ]
+    alone = [{**event, "key": key, "indices": None} for event in passed([*range(20)], samples=40)]
+    one = passes(record(*ours).ranks[0])[0]
+    assert (_read_alone([one], record(alone)) is not None) is is_found
 
 
 def test_samples_that_are_left_out_are_found_behind_the_last_step() -> None:

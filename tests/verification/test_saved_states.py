@@ -105,6 +105,7 @@ def test_an_optimizer_that_goes_on_from_no_save_is_not_held_against_one(number: 
         ("average", "p1", True),  # a copy of the trained parameters
         ("average", "another", False),  # of some other model
         ("p1", "p1", False),  # it was no average yet
+        ("p0", "p1", False),  # nor was the model of an earlier part of the training
     ],
 )
 def test_an_average_of_the_weights_must_not_begin_again(before: str, after: str, *, is_lost: bool) -> None:
@@ -113,7 +114,8 @@ def test_an_average_of_the_weights_must_not_begin_again(before: str, after: str,
     report = Report(ranks=1)
     events = [save(WHOLE, state=STATE | {"averaged": known}), load(WHOLE), resumed(**now)]
     going_on = [step(1, "h", parameters={"w": "p1"}), stepped(1)]
-    storage.judge(record([step(0, "g"), stepped(0), *events, *going_on]), report)
+    begun = [step(0, "g"), {**stepped(0), "parameters": {"w": "p0"}}]
+    storage.judge(record([*begun, *events, *going_on]), report)
     assert ["the average of the parameters (w)" in one.cause for one in report.errors] == ([True] if is_lost else [])
 
 

@@ -103,7 +103,7 @@ LEGS = {
     ),
     "checkpoint": Leg(
         decides=False,
-        recorded="digests of what is saved, of what is loaded, and of what the first step behind a load begins with",
+        recorded="digests of what is saved, of what is loaded, and of what the first step after a load begins with",
         reference="what was there at the save",
         codes=("checkpoint-inexact",),
     ),

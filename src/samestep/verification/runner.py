@@ -95,13 +95,13 @@ class Runner:
         self._begin(name)
         return self._run(name, ranks, _RECORDER, {"steps": None, **order}, self.fork_server)
 
-    def first(self, steps: int, passes: int, *, keep_all: bool = False) -> Run:
+    def first(self, steps: int, passes: int, *, keep_all: bool = False, goes_on: bool = False) -> Run:
         """Records the ranks in fresh interpreters, each with string hashes of its own: no order may depend on them.
 
         So many steps are recorded; behind them so many passes over the data are ended early.
         """
         whole, values = "" if passes else ", and whole passes", ", with the values of every step" if keep_all else ""
-        name = f"recording {self.ranks} ranks{whole}{values}"
+        name = f"recording {self.ranks} ranks{whole}{values}{f' for {steps} steps' if goes_on else ''}"
         self._begin(name)
         return self._run(name, self.ranks, _RECORDER, {"steps": steps, "passes": passes, "keep_all": keep_all}, None)
 

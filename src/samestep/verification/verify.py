@@ -46,7 +46,7 @@ from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.sources import Sources
 from samestep.verification.judging.updates import Updates
-from samestep.verification.recording.limit import PASSES, STEPS
+from samestep.verification.recording.limit import LONGER, PASSES, SMALL, STEPS
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner, Say, fork_server_for, gpus_of_one
 
@@ -166,6 +166,8 @@ def ended_apart(recorded: Run) -> int | None:
 
 def _both(runner: Runner, steps: int, passes: int, name: str, *, keep_all: bool = False) -> tuple[Run, Run | None]:
     recorded = runner.first(steps, passes, keep_all=keep_all)
+    if passes and not recorded.has_failed and _goes_on(recorded.record):
+        recorded = runner.first(LONGER * steps, passes, keep_all=keep_all, goes_on=True)
     record = recorded.record
     is_pipeline = states.staged(record) or states.several(record) or states.scheduled(record)
     if is_pipeline and not recorded.has_failed:
@@ -175,6 +177,13 @@ def _both(runner: Runner, steps: int, passes: int, name: str, *, keep_all: bool 
         alone = runner.alone(f"{name}, of one rank", record, [record.data.ranks[0].number])
         whole = whole if alone.has_failed else replace(alone, apart=whole.unjoinable)
     return recorded, whole
+
+
+def _goes_on(record: Record) -> bool:
+    """Whether what a script does behind these steps would be seen in more: it has no pass to end, and a small model."""
+    numbers = [start.get("numbers", 0) for rank in record.ranks for start in rank.of("start")[:1]]
+    is_small = 0 < max(numbers, default=0) <= SMALL
+    return is_small and record.is_cut_short and not samples.are_loaded(record)
 
 
 def _verified(runner: Runner, steps: int) -> Report:

@@ -227,7 +227,8 @@ def _compared(rank: Rank, event: Event, state: Event) -> Iterator[Finding]:
             rank, event, where, f"{listed(lost, 'buffer')}", "save model.state_dict(), which has the buffers too"
         )
         return
-    if (names := _averaged_anew(state, event, step["parameters"])) is not None:
+    past = {digest for one in rank.steps for digest in (one["after"] or {}).values()}
+    if (names := _averaged_anew(state, event, step["parameters"], past)) is not None:
         what = f"the average of the parameters ({listed(names)}), which begins again with their present values,"
         yield _lost(rank, event, where, what, 'save {"ema": ema.state_dict()} as well, and load it')
         return
@@ -243,16 +244,19 @@ def _goes_on_as_before(rank: Rank, step: Event) -> bool:
     return after is not None and all(step["parameters"].get(name) == one for name, one in after.items())
 
 
-def _averaged_anew(saved: Event, event: Event, parameters: dict[str, str]) -> list[str] | None:
+def _averaged_anew(saved: Event, event: Event, parameters: dict[str, str], past: set[str]) -> list[str] | None:
     """The names in an averaged model that is made after the load, from the trained one, where that of the save was not.
 
-    A copy of the trained parameters is no average yet; one that is loaded has other values.
+    A copy of the trained parameters is no average yet, nor is one of those behind an earlier step, as the model of an
+    earlier part of the training is; `past` has the digests of these. One that is loaded has other values.
     """
     before = _by_model(saved.get("averaged", {}))
     made = [one for model, one in _by_model(event.get("averaged", {})).items() if model not in before]
     for copy in made:
         averages = [
-            one for one in before.values() if one.keys() == copy.keys() and _are_apart(one, saved["parameters"])
+            one
+            for one in before.values()
+            if one.keys() == copy.keys() and _are_apart(one, saved["parameters"]) and not past.issuperset(one.values())
         ]
         if averages and copy not in averages and not _are_apart(copy, parameters):
             return list(copy)

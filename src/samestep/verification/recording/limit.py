@@ -4,8 +4,7 @@
     data        pass 0 ┴ 1 ─┴ 2 ─┴ 3         behind each of these steps the pass that fed it is ended early
 
 What stands behind a pass over the data (an evaluation, a save, a resume) is so reached, however long the pass is. A
-script that reads on with another pass is ended behind the last of these steps. Without a DataLoader there is no pass to
-end: such a script goes on to four times as many steps if its model is small: whatever the machine's speed.
+script that reads no pass, or reads on with another one, is ended behind the last of these steps.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from collections import Counter
 __all__: list[str] = []
 
 STEPS = 64  # that are recorded if nobody asks for others
-LONGER = 4  # times as many, to reach what a script without a DataLoader does behind them
-SMALL = 1_000_000  # parameters of a model that is recorded for longer
+LONGER = 4  # times as many of a script without a DataLoader, which has no pass that could be ended
+SMALL = 1_000_000  # parameters of a model that is recorded for so long
 PASSES = 3  # that are ended early: one for an evaluation, one for a save, one for a resume
 
 Pass = tuple[str, int]  # key and number
@@ -30,7 +29,6 @@ class Limit:
         passes: so many passes are ended early before the rank is.
 
     Attributes:
-        is_small: whether the model has so few parameters that more steps cost little.
         fed: the passes whose batches the last step has used.
         reached: the steps of an optimizer that has taken as many as are asked for; 0 until then. One that begins
             behind it (in a part of the script that resumes) goes on counting there.
@@ -39,7 +37,6 @@ class Limit:
     def __init__(self, steps: int | None, passes: int = 0) -> None:
         self._steps = steps
         self._passes = passes
-        self.is_small = False
         self.fed: list[Pass] = []
         self.reached = 0
         self._yielded: Counter[Pass] = Counter()
@@ -68,6 +65,4 @@ class Limit:
             return False
         self._ending.update(self.fed)
         self.reached = max(self.reached, taken)
-        if self._passes and self.is_small and not self._yielded:
-            return taken >= LONGER * self._steps
         return taken >= self._steps + self._passes

@@ -31,7 +31,7 @@ from samestep.verification.recording.adjusting import kill_once_saved
 from samestep.verification.recording.chance import MOST_BEFORE, ORDERING, keep, note_order
 from samestep.verification.recording.compressing import Compressing
 from samestep.verification.recording.evaluations import STATISTICS
-from samestep.verification.recording.limit import SMALL, Limit, Pass
+from samestep.verification.recording.limit import Limit, Pass
 from samestep.verification.recording.optimizers import digests, held, settings_of
 from samestep.verification.recording.witness import StopRecording, Witness
 
@@ -279,7 +279,9 @@ class Recorder(Witness):
             self._collected_at = -1  # the script may have made its model anew since it has saved
             self._loaded_averaged = self._averages()
         if self.window == 0:
-            self.journal.write("start", **self.optimizers.digests())
+            groups = [group for optimizer in self.optimizers.all for group in optimizer.param_groups]
+            numbers = sum(one.numel() for group in groups for one in group["params"])
+            self.journal.write("start", numbers=numbers, **self.optimizers.digests())
         self._note_window()
         if not evaluating:
             self.trace("forward")
@@ -492,9 +494,6 @@ class Recorder(Witness):
         if self._own is not None:
             self._own.forget()
         begun = self._limit.reached
-        if not self.window - 1:
-            numbers = sum(one.numel() for group in optimizer.param_groups for one in group["params"])
-            self._limit.is_small = numbers <= SMALL
         is_over = self._limit.stepped(self.optimizers.taken(optimizer, begun))
         if self._limit.reached and not begun:
             self.journal.write("enough", event=self._events)
