@@ -141,7 +141,7 @@ def add_fake_gpus(parser: Parser, ranks: str) -> None:
     parser.numbered = ("--fake-gpus",)
     parser.add_argument(
         "--fake-gpus",
-        metavar="N",
+        metavar="[N]",
         type=_fake_gpus,
         help=f"run a script for CUDA and NCCL on CPUs, as if each host had N GPUs (default: {ranks}); what a GPU "
         "refuses is refused, values are the CPU's, times and memory mean nothing",
