@@ -200,4 +200,4 @@ def test_a_real_run_of_a_script_that_knows_nothing_of_us(tmp_path):
     assert share == pytest.approx(1)
     assert told["communication"]["calls"][0]["where"].endswith("train.py:12")
     assert told["communication"]["hidden"] is None
-    assert "The script tells nothing of values and shares of the work" in done.stdout
+    assert "does not report them: values (world.log) and shares of the work (samestep.shards)" in done.stdout

@@ -472,13 +472,13 @@ def _foreign(analysis: RunAnalysis) -> Iterator[str]:
     if not analysis.steps:
         return
     lacking: dict[str, Any] = {
-        "values": any(log.values for log in analysis.logs),
-        "shares of the work": analysis.ledger,
-        "buckets": analysis.overlap,
+        "values (world.log)": any(log.values for log in analysis.logs),
+        "shares of the work (samestep.shards)": analysis.ledger,
+        "buckets of gradients": analysis.overlap,
     }
     absent = [name for name, found in lacking.items() if not found]
     if absent and analysis.size > 1:
-        yield f"The script tells nothing of {join_and(absent)}: what follows goes as far as can be seen from outside."
+        yield f"Not recorded, since the script does not report them: {join_and(absent)}."
 
 
 def _named(ranks: list[int]) -> str:
