@@ -163,9 +163,7 @@ class Cluster:
             self.stop()
             self._forget()
             assert said, "what starts slurmctld has failed itself, and says why on standard error"
-            if (
-                "in use" not in said
-            ):  # a container may lack what slurmctld needs: it says so, and this is no fault of ours
+            if "in use" not in said:  # a container may lack what slurmctld needs, and slurmctld says what
                 pytest.skip(f"slurmctld does not start here: {said}")
         else:
             pytest.skip(f"no {ATTEMPTS} ports are free for Slurm: {said}")

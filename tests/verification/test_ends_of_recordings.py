@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from journals import Event, ended, passed, record, step, stepped
 
@@ -13,7 +16,7 @@ from samestep.verification.judging.single import Run
 from samestep.verification.recording.limit import Limit
 from samestep.verification.report import Report
 from samestep.verification.runs import Ended
-from samestep.verification.verify import _goes_on, ended_apart
+from samestep.verification.verify import _both, _goes_on, ended_apart
 
 KEY = "train.py:10#1"
 
@@ -104,6 +107,20 @@ def test_a_small_model_without_a_loader_is_recorded_for_longer(
     over: Event = {**ended(), "enough": True}
     assert _goes_on(record([start, *events, over], [start, *events, over])) is goes_on
     assert not _goes_on(record([start, *events, ended()], [start, *events, ended()]))  # the script is over
+
+
+@pytest.mark.parametrize(("asked", "recorded"), [(64, [64, 256]), (8, [8])], ids=["the default", "asked for"])
+def test_as_many_steps_as_are_asked_for_are_recorded(asked: int, recorded: list[int]) -> None:
+    start: Event = {"kind": "start", "numbers": 1000, "parameters": {}, "buffers": {}}
+    run = Run(Ended(code=0, hung=False, failure=None, folder=Path()), record([start, {**ended(), "enough": True}]))
+    told: list[int] = []
+
+    def first(steps: int, *_: int, **__: bool) -> Run:
+        told.append(steps)
+        return run
+
+    _both(SimpleNamespace(first=first, alone=lambda *_: run), asked, 3, "all samples")  # type: ignore[arg-type]
+    assert told == recorded
 
 
 @pytest.mark.parametrize(

@@ -304,12 +304,10 @@ def _write_record(spec: RunSpec, began: float, result: RunResult | None, restart
 
 def _last_lines(spec: RunSpec, result: RunResult, attempt: int) -> list[str]:
     cause = result.root_cause
-    of_all = set(spec.logs(attempt))
-    logs = _relative(
-        of_all.pop().parent
-        if cause is None and len(of_all) > 1
-        else spec.logs(attempt)[0 if cause is None else cause.rank]
-    )
+    of_ranks = spec.logs(attempt)
+    logs = _relative(of_ranks[0 if cause is None else cause.rank])
+    if cause is None and len(set(of_ranks)) > 1:  # of several hosts
+        logs = logs.parent
     if (words := misplaced(spec)) and cause is not None and (cause.exception, cause.exit_code) == ("SystemExit", 2):
         option, program = " ".join(words), f"{'-m ' if spec.is_module else ''}{spec.program}"
         said = f"{spec.program} does not take {option}, and options of samestep run stand before the script"

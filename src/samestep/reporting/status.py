@@ -133,11 +133,9 @@ def rank_status(log: RankLog | None, pace: RecentSteps, launcher: Said, now: flo
 def _ended(error: str | None) -> RankStatus:
     if error is None:
         return RankStatus("finished", "good")
-    return (
-        RankStatus(LOST_PEERS, "warn")
-        if error.startswith(LOST_PEERS)
-        else RankStatus(escape_control(error.rstrip(": ")), "bad")
-    )
+    if error.startswith(LOST_PEERS):
+        return RankStatus(LOST_PEERS, "warn")
+    return RankStatus(escape_control(error.rstrip(": ")), "bad")
 
 
 def _at(log: RankLog, pace: RecentSteps, now: float) -> str:

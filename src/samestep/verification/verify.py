@@ -153,6 +153,7 @@ def _recorded(runner: Runner, steps: int) -> tuple[Run, Run | None, list[str]]:
         return recorded, whole, ["no pass was ended early: the script fails where one is"]
     ended_well = whole is not None and not (recorded.has_failed or whole.has_failed)
     if ended_well and whole is not None and InStep(recorded.record, whole).may_become_known:
+        steps = max(steps, recorded.record.asked)
         recorded, whole = _both(runner, steps, PASSES, "all samples, the ranks' weights in every step", keep_all=True)
     return recorded, whole, reached.remarks(recorded.record)
 
@@ -166,7 +167,8 @@ def ended_apart(recorded: Run) -> int | None:
 
 def _both(runner: Runner, steps: int, passes: int, name: str, *, keep_all: bool = False) -> tuple[Run, Run | None]:
     recorded = runner.first(steps, passes, keep_all=keep_all)
-    if passes and not recorded.has_failed and _goes_on(recorded.record):
+    is_default = bool(passes) and steps == STEPS
+    if is_default and not recorded.has_failed and _goes_on(recorded.record):
         recorded = runner.first(LONGER * steps, passes, keep_all=keep_all, goes_on=True)
     record = recorded.record
     is_pipeline = states.staged(record) or states.several(record) or states.scheduled(record)
@@ -189,6 +191,7 @@ def _goes_on(record: Record) -> bool:
 def _verified(runner: Runner, steps: int) -> Report:
     recorded, whole, remarks = _recorded(runner, steps)
     ended, record = recorded.ended, recorded.record
+    steps = max(steps, record.asked)
     report = Report(ranks=record.size or runner.ranks, steps=record.asked, remarks=remarks)
     foreign = states.foreign_to(record) or (None if whole is None else states.by_hand(record, whole))
     if foreign is not None:
@@ -449,9 +452,9 @@ def _remarks(ended: runs.Ended, report: Report, loaded: Sequence[str] = ()) -> l
 
 def _finished(loaded: Sequence[str]) -> str:
     """What a script that has taken no step may have loaded: the checkpoint of a training that was over."""
-    if not loaded:
+    name = next((Path(path).name for path in loaded if Path(path).is_absolute()), None)  # else from memory
+    if name is None:
         return ""
-    name = Path(loaded[0]).name
     return f"; the script has loaded {name}, which may be of a finished training: move it away, or ask for more epochs"
 
 

@@ -30,7 +30,7 @@ _BY_CHANCE = 0.02  # of the samples of a dataset may be alike without being one
 _LEFT_OUT = 0.25  # of what one process reads, at least; less may be tails, one for each rank
 _READ = 0.9  # of what one process reads, at least, or as far as it goes there is not seen
 _FEWEST = 16  # samples that are in one order on two sides, not by chance
-_DRAWN = 20.0  # equal pairs that drawing with replacement brings: none at all is then no chance
+_DRAWN = 20  # equal pairs to be expected of drawing with replacement: none at all is then not chance
 _MET = 10  # indices in common, to be expected by chance; then there is one but for 1 case in 20,000
 
 
@@ -157,23 +157,17 @@ def judge_sampler(record: Record, alone: Record, report: Report) -> None:
         name = (group[0].about["key"], group[0].about["number"])
         indices = [index for one in group for index in one.indices or []]
         size = group[0].about["samples"] or 0
-        again = (
-            len(indices) * (len(indices) - 1) / 2 / size if size else 0.0
-        )  # pairs of equal ones, if they were drawn so
-        if name in drawn and len(set(indices)) == len(indices) and again >= _DRAWN:
+        pairs = len(indices) * (len(indices) - 1) / 2
+        are_unlike = len(set(indices)) == len(indices) and pairs >= _DRAWN * max(size, 1)
+        if name in drawn and are_unlike:
             used = group[0].about["sampler"]
-            report.add(
-                [
-                    Finding(
-                        code="samples-missing",
-                        where=name[0].rpartition("#")[0],
-                        cause=f"one process draws its samples with replacement ({drawn[name]}), and the ranks take "
-                        f"each of {size} once ({used}): what is to come more often does not",
-                        fix="give every rank its part of the indices that one sampler draws, [rank::world_size], with "
-                        "one seed on all ranks",
-                    )
-                ]
+            cause = (
+                f"one process draws its samples with replacement ({drawn[name]}), and the ranks take each of {size} "
             )
+            cause += f"once ({used}): samples that the sampler repeats are not repeated"
+            fix = "give every rank its part, [rank::world_size], of the indices that one sampler draws with one seed"
+            where = name[0].rpartition("#")[0]
+            report.add([Finding(code="samples-missing", where=where, cause=cause, fix=fix)])
             return
 
 

@@ -165,7 +165,7 @@ def _saved_elsewhere(record: Record, alone: Rank) -> Iterator[Finding]:
                 code="evaluation-inexact",
                 step=step,
                 where=where,
-                cause=f"behind step {step} the ranks {ranks}, and one process with the same weights {process}"
+                cause=f"after step {step} the ranks {ranks}, and one process with the same weights {process}"
                 f"{OWN_NUMBER}",
                 fix="reduce the metric over all ranks before it decides what is kept",
             )

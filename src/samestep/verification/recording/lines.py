@@ -30,7 +30,18 @@ FORWARD, GRADIENTS, STEP, EVALUATION = "forward", "gradients", "step", "evaluati
 _MOST_NUMBERS = 1 << 18  # of a tensor that is kept
 _MOST_LINES = 4096
 _UNFILLED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_UNCHANGED = {"__get__", "__set__", "size", "dim", "numel", "detach", "requires_grad_", "backward", "__repr__", "to"}
+_LEFT_OUT = _UNFILLED | {
+    "__get__",
+    "__set__",
+    "size",
+    "dim",
+    "numel",
+    "detach",
+    "requires_grad_",
+    "backward",
+    "__repr__",
+    "to",
+}
 
 
 class LineTrace(LooseMode):
@@ -69,7 +80,7 @@ class LineTrace(LooseMode):
         result = func(*args, **(kwargs or {}))
         if self.segment is not None and not self._is_busy and not torch.compiler.is_compiling():
             name = getattr(func, "__name__", "")
-            if name not in _UNCHANGED | _UNFILLED:
+            if name not in _LEFT_OUT:
                 counts = self.segment == EVALUATION and next(tensors_of([*args]), None) is not None
                 known = set(storages_of(tensors_of([*args])))
                 self.note(name, result, sys._getframe(1), known, counts=counts or self._whole_numbers)  # noqa: SLF001
