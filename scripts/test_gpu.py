@@ -1,4 +1,4 @@
-"""What only a real GPU can show, on one card: `make test-gpu`, or in parts `make test-gpu PART=1`, 2, 3.
+"""What only a real GPU can show, on one card: `make test-gpu`, or in parts `make test-gpu PART=1`, 2, 3, 4.
 
     python scripts/test_gpu.py --part 1            needs torch with CUDA and samestep's dependencies, and no network
     SAMESTEP_FAKE_GPUS=1 python -m samestep.fake_gpus scripts/test_gpu.py --part 1     without a GPU: whether it runs
@@ -12,6 +12,7 @@ It prints a table for docs/benchmarks.md, and ends with 1 if a check has failed.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -19,9 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "build" / "gpu-packages")]
@@ -217,10 +220,61 @@ def verify() -> str:
     return "exit codes " + ", ".join(said)
 
 
+def tests_of_fake_gpus(name: str) -> ModuleType:
+    """Returns a file of tests/fake_gpus."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / "fake_gpus" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def outcomes(checks: dict[str, Callable[[], object]]) -> str:
+    """Runs the checks; a check that needs another GPU than the machine has is counted apart."""
+    passed, lacking, failed = 0, 0, []
+    for name, check in checks.items():
+        try:
+            check()
+            passed += 1
+        except Exception as error:  # noqa: BLE001  (the others are still to be run)
+            if torch.cuda.device_count() < 2 and "invalid device ordinal" in repr(error):
+                lacking += 1
+                continue
+            line = traceback.extract_tb(error.__traceback__)[-1]
+            failed.append(f"{name}, line {line.lineno}: {' '.join(repr(error).split())[:300]}")
+    said = f"{passed} of {len(checks)}" + (f", {lacking} need a second GPU" if lacking else "")
+    assert not failed, f"{said}; {len(failed)} differ: " + "; ".join(failed)
+    return said
+
+
+def mistakes() -> str:
+    """The mistakes that tests/fake_gpus makes raise what fake GPUs raise, at the same line."""
+    module = tests_of_fake_gpus("test_mistakes")
+    checked = module.test_a_mistake_raises_at_its_line
+    return outcomes({one[0].__name__: (lambda one=one: checked(*one)) for one in module.MISTAKES})
+
+
+def idioms() -> str:
+    """The idioms of docs/fake-gpus.md do what they do on fake GPUs."""
+    return outcomes(tests_of_fake_gpus("test_idioms").IDIOMS)
+
+
+def examples() -> str:
+    """The programs of examples/gpu that one GPU is enough for, unchanged."""
+    said = []
+    for name in ("launch_local_rank", "mixed_precision", "spawn_per_gpu"):
+        words = ["--pass-local_rank"] if name == "launch_local_rank" else []
+        done = command("run", "-n", "1", *words, str(ROOT / "examples" / "gpu" / f"{name}.py"))
+        assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr}"
+        said.append(name)
+    return ", ".join(said)
+
+
 PARTS: dict[int, tuple[Callable[[], str], ...]] = {
     1: (nccl_of_one, same_as_cpu, deterministic, halves, prefetch, pipeline),
     2: (bench_step,),
     3: (verify,),
+    4: (mistakes, idioms, examples),
 }
 
 

@@ -204,10 +204,10 @@ RIGHT = {"right": True, "seconds": 0.002, "ranks": 2, **BUILD}
 def test_backends_without_a_step_are_errors():
     steps = [{"backend": "gloo", **RIGHT}]
     failures = {"samestep": "rank 1: RuntimeError: no", "nccl": "ended by SIGBUS"}
-    lines = list(trial.judge(["gloo", "samestep", "nccl"], steps, failures))
+    lines = list(trial.judge({"gloo": 2, "samestep": 2, "nccl": 1}, steps, failures))
     assert [line.level for line in lines] == ["ok", "error", "error"]
     assert [line.text for line in lines] == ["2 ranks, right, 2.00 ms", "rank 1: RuntimeError: no", "ended by SIGBUS"]
-    assert lines[2].fix.endswith(" run -n 2 -m samestep.doctor.step /dev/null nccl  # its whole traceback")
+    assert lines[2].fix.endswith(" run -n 1 -m samestep.doctor.step /dev/null nccl  # its whole traceback")
 
 
 def test_what_stands_behind_a_backend_that_fails_is_taken_all_the_same(tmp_path, monkeypatch):
@@ -218,7 +218,7 @@ def test_what_stands_behind_a_backend_that_fails_is_taken_all_the_same(tmp_path,
         return "samestep cannot"
 
     monkeypatch.setattr(trial, "_said", run)
-    lines = list(trial._run(tmp_path, ["gloo", "samestep", "nccl"], 2))
+    lines = list(trial._run(tmp_path, {"gloo": 2, "samestep": 2, "nccl": 2}))
     assert [line.level for line in lines] == ["ok", "error", "ok", "ok"]
     assert lines[1].text == "samestep cannot"
     assert (
@@ -226,25 +226,44 @@ def test_what_stands_behind_a_backend_that_fails_is_taken_all_the_same(tmp_path,
     )
 
 
-@pytest.mark.parametrize(("gpus", "cuda", "taken"), [(0, (12, 8), False), (2, (12, 8), True), (2, (0,), False)])
+def test_one_gpu_is_one_rank_over_nccl_and_still_two_on_cpus(tmp_path, monkeypatch):
+    started = []
+
+    def run(words, _):
+        place, *backends = words[words.index(trial.PROGRAM) + 1 :]
+        ranks = int(words[words.index("-n") + 1])
+        started.append((ranks, backends))
+        steps = [{"backend": name, **RIGHT, "ranks": ranks} for name in backends]
+        Path(place).write_text("".join(json.dumps(step) + "\n" for step in steps))
+        return ""
+
+    monkeypatch.setattr(trial, "_said", run)
+    lines = list(trial._run(tmp_path, {"gloo": 2, "samestep": 2, "nccl": 1}))
+    assert started == [(2, ["gloo", "samestep"]), (1, ["nccl"])]
+    assert [line.text.partition(",")[0] for line in lines[:3]] == ["2 ranks", "2 ranks", "1 rank"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cuda", "taken"), [(0, (12, 8), None), (1, (12, 8), 1), (4, (12, 8), 2), (2, (0,), None)]
+)
 def test_a_step_over_nccl_is_taken_where_torch_could(gpus, cuda, taken, monkeypatch):
-    asked = []
+    asked = {}
     monkeypatch.setattr(trial, "visible_gpus", lambda: gpus)
     monkeypatch.setattr(trial, "cuda_of_torch", lambda: cuda)
     monkeypatch.setattr(trial, "_mpi", lambda _: [])
-    monkeypatch.setattr(trial, "_run", lambda _, backends, __: asked.extend(backends) or [])
+    monkeypatch.setattr(trial, "_run", lambda _, backends: asked.update(backends) or [])
     assert list(trial.check()) == []
-    assert ("nccl" in asked) is taken
+    assert asked == {"gloo": 2, "samestep": 2} | ({} if taken is None else {"nccl": taken})
 
 
 def test_processes_that_do_not_find_each_other_are_an_error():
-    (line,) = trial.judge(["mpi"], [{"backend": "mpi", **RIGHT, "ranks": 1}] * 2, {})
+    (line,) = trial.judge({"mpi": 2}, [{"backend": "mpi", **RIGHT, "ranks": 1}] * 2, {})
     assert line.text == "2 processes were started, and each finds itself in a world of 1"
     assert "install --force-reinstall mpi4py mpich" in line.fix
 
 
 def test_a_wrong_gradient_is_an_error():
-    (line,) = trial.judge(["gloo"], [{"backend": "gloo", **RIGHT, "right": False}], {})
+    (line,) = trial.judge({"gloo": 2}, [{"backend": "gloo", **RIGHT, "right": False}], {})
     assert (line.level, line.effect) == ("error", "replicas diverge silently")
 
 

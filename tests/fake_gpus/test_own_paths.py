@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep import testing
+from samestep.doctor import step, trial
 from samestep.errors import DeviceError
 
 
@@ -223,8 +226,6 @@ def test_a_plan_on_a_machine_with_several_gpus_warns_of_nothing() -> None:
 
 
 def _doctors_step(file: str) -> None:
-    from samestep.doctor import step
-
     with testing.fake_gpus(2):
         step.main([file, "nccl"])
 
@@ -233,6 +234,13 @@ def test_the_doctors_trial_takes_its_step_over_nccl(two_ranks: Callable, tmp_pat
     two_ranks(_doctors_step, str(tmp_path / "told"))
     told = json.loads((tmp_path / "told").read_text(encoding="utf-8"))
     assert (told["backend"], told["right"], told["ranks"], told["nccl"]) == ("nccl", True, 2, "2.27.3")
+
+
+def test_the_doctors_trial_takes_its_step_on_the_only_gpu(tmp_path: Path) -> None:
+    words = ["run", "--start", "fork", "-n", "1", "--fake-gpus", "1", "-m", trial.PROGRAM, "steps", "nccl"]
+    subprocess.run([sys.executable, "-m", "samestep", *words], cwd=tmp_path, check=True, timeout=100)
+    (taken,) = trial.read_steps(tmp_path / "steps")
+    assert (taken["backend"], taken["right"], taken["ranks"]) == ("nccl", True, 1)
 
 
 def test_the_imagenet_recipe_trains_on_the_gpu_that_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import samestep
+from samestep.rankenv import variable
 
 __all__: list[str] = []
 
@@ -31,11 +32,16 @@ def main(arguments: Sequence[str]) -> None:
     file, *backends = arguments
     for backend in backends:
         device = None if backend == "nccl" else "cpu"
+        if variable("WORLD_SIZE") == "1":  # one GPU: `samestep.world` makes no group for a rank alone
+            gpu = torch.device("cuda", 0) if backend == "nccl" else None
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=gpu)
         with samestep.world(backend=backend, device=device) as world:
             found = step(world.rank, world.size, world.device)
             if world.is_first:
                 with Path(file).open("a", encoding="utf-8") as out:
                     print(json.dumps({"backend": backend, **found, **_torch()}), file=out)
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def step(rank: int, size: int, device: torch.device) -> dict[str, Any]:

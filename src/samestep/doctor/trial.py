@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import signal
@@ -36,26 +37,31 @@ MPI_TIMEOUT = 40.0  # seconds; nobody there tells of a hang
 
 def check() -> Iterator[Finding]:
     """Yields a line for each backend."""
-    gpus = visible_gpus()
-    ours = ["gloo", "samestep", *(["nccl"] if gpus and cuda_of_torch() != (0,) else [])]  # else torch's line says so
+    ours = {"gloo": 2, "samestep": 2}  # the ranks that take the step
+    if (gpus := visible_gpus()) and cuda_of_torch() != (0,):  # else torch's line says so
+        ours["nccl"] = min(gpus, 2)  # two ranks would not share a GPU
     with tempfile.TemporaryDirectory(prefix="samestep-doctor-") as name, ThreadPoolExecutor(2) as pool:
         folder = Path(name)
         over_mpi = pool.submit(lambda: list(_mpi(folder)))
-        steps = list(_run(folder, ours, 1 if gpus == 1 else 2))
+        steps = list(_run(folder, ours))
         yield from (line for line in steps if line.check != BUILT)
         yield from over_mpi.result()
         yield from (line for line in steps if line.check == BUILT)
 
 
-def _run(folder: Path, backends: Sequence[str], ranks: int) -> Iterator[Finding]:
-    """Has `samestep run` start the ranks: one on a machine with one GPU, which two would not share.
+def _run(folder: Path, backends: Mapping[str, int]) -> Iterator[Finding]:
+    """Has `samestep run` start so many ranks for each backend.
 
-    What comes behind a backend that fails is taken in another run, so that each is known.
+    What comes behind a backend that fails, or takes another number of ranks, is taken in another run.
     """
     steps: list[dict[str, Any]] = []
     failures: dict[str, str] = {}
-    while left := [name for name in backends if name not in failures and not any(s["backend"] == name for s in steps)]:
-        place = folder / str(len(failures))
+    for attempt in itertools.count():
+        left = [name for name in backends if name not in failures and not any(s["backend"] == name for s in steps)]
+        if not left:
+            break
+        ranks, place = backends[left[0]], folder / str(attempt)
+        left = [name for name in left if backends[name] == ranks]
         options = ["-n", str(ranks), "--run-dir", f"{place}.run", "--json", f"{place}.json", "--no-events"]
         options += ["--hang-after", HANGS, "--on-hang", "stop"]
         words = [sys.executable, "-P", "-m", "samestep", "run", *options, "-m", PROGRAM, f"{place}.steps", *left]
@@ -64,7 +70,7 @@ def _run(folder: Path, backends: Sequence[str], ranks: int) -> Iterator[Finding]
         steps += taken
         if len(taken) < len(left):
             failures[left[len(taken)]] = read_failure(Path(f"{place}.json")) or said
-    yield from judge(backends, steps, failures, ranks)
+    yield from judge(backends, steps, failures)
     yield from built(steps)
 
 
@@ -80,7 +86,7 @@ def _mpi(folder: Path) -> Iterator[Finding]:
     except SamestepError:
         return  # said of the software already
     said = _said(command, MPI_TIMEOUT)
-    for line in judge(["mpi"], read_steps(found), {"mpi": said}):
+    for line in judge({"mpi": 2}, read_steps(found), {"mpi": said}):
         effect = "training over MPI fails; over gloo it does not"
         yield line if line.level == "ok" else Finding(line.check, "warning", line.text, effect, line.fix)
 
@@ -143,15 +149,15 @@ def read_failure(file: Path) -> str:
 
 
 def judge(
-    backends: Sequence[str], steps: Sequence[dict[str, Any]], failures: Mapping[str, str], ranks: int = 2
+    backends: Mapping[str, int], steps: Sequence[dict[str, Any]], failures: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Yields a line for each backend: how long its step took, or why there is none."""
+    """Yields a line for each backend, given its number of ranks: how long its step took, or why there is none."""
     done = {step["backend"]: step for step in steps}
-    for backend in backends:
+    for backend, ranks in backends.items():
         check = f"step over {backend}"
         step = done.get(backend)
         if step is None:
-            fix = f"{by_hand(backend)}  # its whole traceback"
+            fix = f"{by_hand(backend, ranks)}  # its whole traceback"
             yield Finding(check, "error", failures.get(backend, "no step"), "training fails with it", fix)
         elif step["ranks"] != ranks:
             effect = "every process trains alone, and nothing says so"
@@ -168,11 +174,11 @@ def judge(
             yield ok(check, text + (versions if backend == "nccl" else ""))
 
 
-def by_hand(backend: str) -> str:
+def by_hand(backend: str, ranks: int = 2) -> str:
     """Returns the command that takes the step again."""
     if backend == "mpi":
         return f"{shlex.quote(mpiexec.mpiexec())} -n 2 {python()} -m {PROGRAM} /dev/null mpi"
-    return f"{samestep()} run -n 2 -m {PROGRAM} /dev/null {backend}"
+    return f"{samestep()} run -n {ranks} -m {PROGRAM} /dev/null {backend}"
 
 
 def built(steps: Sequence[dict[str, Any]]) -> Iterator[Finding]:
