@@ -40,6 +40,16 @@ import samestep  # noqa: E402
 LIMIT_S = 8 * 60  # of a part
 PAIRS = 60  # of blocks of `bench step`
 _ends = [time.monotonic() + LIMIT_S]  # when the part at hand must have ended
+SUITE = (
+    "runtime/test_digest.py::test_a_gpu_has_the_same",
+    "runtime/test_device.py::test_cuda_without_a_number_means_the_ranks_own",
+    "data/test_batches.py::test_on_a_gpu_batches_arrive_whole_and_in_order",
+    "replicas/test_bucket_tuner.py::test_on_a_gpu_moments_are_those_of_its_work_not_of_its_orders",
+    "replicas/test_bucket_tuner.py::test_on_a_gpu_a_watch_sees_every_gradient_before_the_end",
+    "pipelines/test_devices_of_one_process.py::test_stages_on_one_gpu_leave_its_bits",
+    "pipelines/test_devices_of_one_process.py::test_copies_from_the_host_run_beside_the_kernels",
+    "pipelines/test_devices_of_one_process.py::test_stages_on_host_and_gpu_take_the_step_of_one_device",
+)
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist
 from torch import nn
@@ -189,12 +199,16 @@ def pipeline() -> str:
     return f"at most {difference:.1e} apart"
 
 
+def environment() -> dict[str, str]:
+    """Returns that of a process which imports samestep from here."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])}
+
+
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     """Runs samestep in a process of its own, for as long as the part at hand may last."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])}
     words = (sys.executable, "-m", "samestep", *words)
     left = max(1, _ends[-1] - time.monotonic())
-    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=left)
+    return subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=left)
 
 
 def bench_step() -> str:
@@ -204,7 +218,8 @@ def bench_step() -> str:
         done = command("bench", "step", "-n", "1", "--repeats", str(PAIRS), "--json", str(file))
         assert file.exists(), done.stdout + done.stderr
         told = json.loads(file.read_text(encoding="utf-8"))
-    return "; ".join(f"{one['name']}: {one['ratio']:.3f}" for one in told["comparisons"])
+    ratios = [(one["name"], one["ratio"]["median"], *one["ratio"]["interval"]) for one in told["comparisons"]]
+    return "; ".join(f"{name}: {ratio:.3f} ({low:.3f} to {high:.3f})" for name, ratio, low, high in ratios)
 
 
 def verify() -> str:
@@ -223,7 +238,8 @@ def verify() -> str:
 def tests_of_fake_gpus(name: str) -> ModuleType:
     """Returns a file of tests/fake_gpus."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / "fake_gpus" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -241,7 +257,7 @@ def outcomes(checks: dict[str, Callable[[], object]]) -> str:
                 lacking += 1
                 continue
             line = traceback.extract_tb(error.__traceback__)[-1]
-            failed.append(f"{name}, line {line.lineno}: {' '.join(repr(error).split())[:300]}")
+            failed.append(f"{name}, line {line.lineno}: {' '.join(repr(error).split())[:240]}")
     said = f"{passed} of {len(checks)}" + (f", {lacking} need a second GPU" if lacking else "")
     assert not failed, f"{said}; {len(failed)} differ: " + "; ".join(failed)
     return said
@@ -256,7 +272,10 @@ def mistakes() -> str:
 
 def idioms() -> str:
     """The idioms of docs/fake-gpus.md do what they do on fake GPUs."""
-    return outcomes(tests_of_fake_gpus("test_idioms").IDIOMS)
+    module = tests_of_fake_gpus("test_idioms")
+    two = module.WITH_TWO if torch.cuda.device_count() < 2 else set()
+    said = outcomes({row: check for row, check in module.IDIOMS.items() if row not in two})
+    return said + (f", and {len(two)} need a second GPU" if two else "")
 
 
 def examples() -> str:
@@ -270,11 +289,19 @@ def examples() -> str:
     return ", ".join(said)
 
 
+def suite() -> str:
+    """The tests of the suite that need a GPU."""
+    words = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{name}" for name in SUITE))
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    return done.stdout.splitlines()[-1]
+
+
 PARTS: dict[int, tuple[Callable[[], str], ...]] = {
     1: (nccl_of_one, same_as_cpu, deterministic, halves, prefetch, pipeline),
     2: (bench_step,),
     3: (verify,),
-    4: (mistakes, idioms, examples),
+    4: (mistakes, idioms, examples, suite),
 }
 
 
@@ -294,7 +321,7 @@ def run(parts: list[int]) -> int:
                 warnings.simplefilter("ignore")  # releases of torch rename their functions
                 told = check()
         except Exception as error:  # noqa: BLE001  (the others are still to be run)
-            told, failed = f"failed: {type(error).__name__}: {' '.join(str(error).split())[-400:]}", failed + 1
+            told, failed = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:4000]}", failed + 1
         what = (check.__doc__ or "").rstrip(".")
         print(f"| {what} | {told} | {time.perf_counter() - began:.1f} |", flush=True)
     return failed

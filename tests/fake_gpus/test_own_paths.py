@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import samestep
 from samestep import testing
 from samestep.doctor import step, trial
-from samestep.errors import DeviceError
+from samestep.errors import DeviceError, NonFiniteError
 
 
 def gpus(number: int) -> AbstractContextManager[None]:
@@ -81,6 +81,29 @@ def test_two_processes_on_one_gpu_are_refused(two_ranks: Callable) -> None:
     for text in two_ranks(_one_gpu):
         assert "rank" in text
         assert "GPU" in text
+
+
+def _one_gpu_over_gloo() -> list[float]:
+    with testing.fake_gpus(1), samestep.world(backend="gloo", device="cuda:0") as world:
+        value = torch.full((2,), world.rank + 1.0, device=world.device)
+        dist.all_reduce(value)
+        return value.tolist()
+
+
+def test_two_processes_share_one_gpu_over_gloo(two_ranks: Callable) -> None:
+    assert two_ranks(_one_gpu_over_gloo) == [[3.0, 3.0]] * 2
+
+
+@pytest.mark.parametrize("policy", [None, "stop"])
+def test_one_bad_element_of_a_gpu_s_gradients_is_found(policy: str | None) -> None:
+    with testing.fake_gpus(1), samestep.world() as world:
+        model = samestep.replicate(nn.Linear(400, 400).to(world.device), world, nonfinite=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 400, device=world.device)).sum().backward()
+        optimizer.step()
+        model.module.weight.grad[7, 9] = float("nan")
+        with pytest.raises(NonFiniteError, match="the gradient of weight holds 1 NaN among 160,000 elements"):
+            optimizer.step()
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

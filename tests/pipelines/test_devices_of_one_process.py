@@ -544,7 +544,7 @@ def queues(devices):
         stage = Pipeline(model(0.0), world, F.cross_entropy, ends=(3, 8), devices=devices)
         given = batch(0)
         stage.step(given)
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as seen:
             stage.step(given)
         events = [each for each in seen.profiler.kineto_results.events() if each.device_type().name == "CUDA"]
 

@@ -110,7 +110,8 @@ class StepReport:
 
     def add(self, value: torch.Tensor, local_slice: int = 0) -> None:
         """Adds one micro-batch's share of the loss, a scalar, to that of one of this rank's slices."""
-        part = value.item() if self._device.type == "cpu" else value.detach().to(self._device, torch.float64)
+        on_cpu = self._device.type == "cpu"
+        part = value.item() if on_cpu else value.detach().to(self._device, torch.float64, copy=True)
         self._shares[local_slice] = self._shares[local_slice] + part if local_slice in self._shares else part
 
     def discard(self) -> None:
@@ -137,7 +138,10 @@ class StepReport:
             sent = self._axis.start_sum(float(share or 0.0), *requests, tag=tag)
             self._requests = sent if requests else None
         else:
-            on_device = torch.zeros(1, dtype=torch.float64, device=self._device) + (0.0 if share is None else share)
+            if isinstance(share, torch.Tensor):
+                on_device = share.reshape(1)
+            else:
+                on_device = torch.zeros(1, dtype=torch.float64, device=self._device)
             sent = self._axis.start_device_sum(on_device)
             self._requests = self._axis.start_sum(*requests, tag=tag) if requests else None
         self._loss = None if share is None else sent

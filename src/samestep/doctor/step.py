@@ -34,7 +34,8 @@ def main(arguments: Sequence[str]) -> None:
         device = None if backend == "nccl" else "cpu"
         if variable("WORLD_SIZE") == "1":  # one GPU: `samestep.world` makes no group for a rank alone
             gpu = torch.device("cuda", 0) if backend == "nccl" else None
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=gpu)
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=gpu)
         with samestep.world(backend=backend, device=device) as world:
             found = step(world.rank, world.size, world.device)
             if world.is_first:

@@ -158,8 +158,8 @@ def _number_hosts(member: Membership, hosts: Sequence[Sequence[str]], launcher_e
 
 
 def _check_cards(store: Store, member: Membership) -> None:
-    """Every rank publishes which card it uses, so that all of them refuse a shared one alike."""
-    if member.device.type != "cuda":
+    """Every rank publishes which card it uses, so that all of them refuse a shared one alike; gloo can share one."""
+    if member.device.type != "cuda" or member.backend == "gloo":
         return
     store.set(f"samestep/card/{member.rank}", json.dumps([member.rank, machine(), gpu_uuid(member.device)]))
     texts = {rank: store.get(f"samestep/card/{rank}") for rank in range(member.size)}
