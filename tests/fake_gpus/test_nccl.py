@@ -101,6 +101,23 @@ def test_two_ranks_on_one_gpu_are_refused_under_nccl(two_ranks: Callable) -> Non
     assert two_ranks(_one_gpu) == [True, True]
 
 
+def _message_over_gloo() -> str:
+    with testing.fake_gpus(1):
+        dist.init_process_group("gloo")
+        try:
+            value = torch.ones(2, device="cuda")
+            dist.all_reduce(value)
+            with pytest.raises(RuntimeError, match="Bad address") as raised:
+                dist.send(value, 1 - dist.get_rank())
+        finally:
+            dist.destroy_process_group()
+        return str(raised.value)
+
+
+def test_a_gpu_s_tensor_in_a_message_of_gloo_is_refused(two_ranks: Callable) -> None:
+    assert all("copy it to the CPU, or use nccl" in text for text in two_ranks(_message_over_gloo))
+
+
 def _trained(sync: bool, **options):
     with nccl(device_id=None) as (rank, device):
         torch.manual_seed(0)

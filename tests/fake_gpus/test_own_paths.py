@@ -216,7 +216,9 @@ def test_a_pipeline_over_the_gpus_of_one_process_is_that_of_the_cpu(schedule: st
 
 
 def _staged(number: int) -> list[torch.Tensor]:
-    with gpus(number), samestep.world(device=None if number else "cpu", pipeline=2) as world:
+    """On so many GPUs; on one, both ranks share it."""
+    place = {0: {"device": "cpu"}, 1: {"device": "cuda:0", "backend": "gloo"}, 2: {}}[number]
+    with gpus(number), samestep.world(**place, pipeline=2) as world:
         torch.manual_seed(0)
         parts = [nn.Sequential(nn.Linear(8, 16), nn.ReLU()).double(), nn.Linear(16, 3).double()]
         stage = samestep.pipeline(parts, world, loss_fn=F.cross_entropy, micro_batches=4)
@@ -227,7 +229,31 @@ def _staged(number: int) -> list[torch.Tensor]:
 
 
 def test_a_pipeline_over_processes_with_a_gpu_each_is_that_of_cpus(two_ranks: Callable) -> None:
-    torch.testing.assert_close(two_ranks(_staged, 2), two_ranks(_staged, 0), rtol=1e-9, atol=1e-12)
+    on_cpus = two_ranks(_staged, 0)
+    for number in (1, 2):
+        torch.testing.assert_close(two_ranks(_staged, number), on_cpus, rtol=1e-9, atol=1e-12)
+
+
+def _on_virtual_ranks(number: int) -> list[torch.Tensor]:
+    place = {"device": "cuda:0", "backend": "gloo"} if number == 1 else {}
+    with gpus(number), samestep.world(**place, virtual_ranks=4) as world:
+        model = network().to(world.device)
+        replica = samestep.replicate(model, world, batchnorm="local")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = samestep.shards(samples(), world, batch_size=8)
+        for x, y in batches:
+            batches.mean(F.cross_entropy(replica(x), y, reduction="none")).backward()
+            if batches.step_ends:
+                optimizer.step()
+                optimizer.zero_grad()
+        return host(model)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_virtual_ranks_on_gpus_have_one_result(number: int, two_ranks: Callable) -> None:
+    alone = _on_virtual_ranks(2)
+    for rank in two_ranks(_on_virtual_ranks, number):
+        torch.testing.assert_close(rank, alone, rtol=0, atol=0)
 
 
 def _counted() -> tuple[int, str]:

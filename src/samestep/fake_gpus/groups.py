@@ -106,11 +106,19 @@ class _Group:
         if not pair:
             self._check_gpus()
 
+    @property
+    def _name(self) -> str:
+        return str(getattr(getattr(self.backend, "options", None), "group_name", ""))
+
+    @property
+    def is_nccl(self) -> bool:
+        """Whether it stands for a group of NCCL; else it is one of gloo."""
+        return self._name.startswith(MARK)
+
     def _check_gpus(self) -> None:
         """Refuses two ranks on one GPU, once a group, in its first collective."""
-        name = str(getattr(getattr(self.backend, "options", None), "group_name", ""))
-        size, rank = self.backend.size(), self.backend.rank()
-        if not name.startswith(MARK) or name in _checked or size == 1:
+        name, size, rank = self._name, self.backend.size(), self.backend.rank()
+        if not self.is_nccl or name in _checked or size == 1:
             return
         _checked.add(name)
         index = self.tensors[0].get_device() if self.tensors else torch.cuda.current_device()
@@ -330,7 +338,13 @@ def barrier(tensor: Any, group: Any, device_ids: Any, async_op: bool = True, tim
 
 def _between_two(name: str) -> Callable[..., Any]:
     def kernel(tensors: Any, group: Any, *rank_and_tag: int) -> Any:
-        backend = _Group(group, tensors, pair=True).backend
+        own = _Group(group, tensors, pair=True)
+        backend = own.backend
+        if not own.is_nccl:
+            raise RuntimeError(
+                f"{name}: gloo takes no tensor of a GPU here, and a real one ends with 'Bad address': "
+                "copy it to the CPU, or use nccl"
+            )
         return getattr(backend, name)(_host(tensors), *rank_and_tag).boxed()
 
     return kernel

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from samestep.pipelines.chain_layer import ChainLayer
 from samestep.runtime.axis import Axis
+from samestep.runtime.device import message_device
 
 __all__: list[str] = []
 
@@ -140,17 +141,19 @@ class TiedGradients:
 
     def _sum(self, holders: list[tuple[str, int]], mine: dict[str, nn.Parameter]) -> None:
         like = next(iter(mine.values()))
+        group, names = self._axis.group, self._axis.ranks
+        wire = message_device(like.device, group)
         gradients: dict[str, Tensor] = {
-            name: torch.zeros_like(each) if each.grad is None else each.grad.contiguous() for name, each in mine.items()
+            name: (torch.zeros_like(each) if each.grad is None else each.grad.contiguous()).to(wire)
+            for name, each in mine.items()
         }
         works: list[Any] = []
-        group, names = self._axis.group, self._axis.ranks
         for name, rank in holders:  # in one order on all ranks: messages between two ranks match by it
             if rank == self._axis.rank:
                 others = {other for _, other in holders if other != rank}
                 works += [dist.isend(gradients[name], names[other], group=group) for other in sorted(others)]
             else:
-                gradients[name] = torch.empty_like(like)
+                gradients[name] = torch.empty_like(like, device=wire)
                 works.append(dist.irecv(gradients[name], names[rank], group=group))
         for work in works:
             work.wait()

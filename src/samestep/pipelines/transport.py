@@ -33,6 +33,7 @@ from samestep.pipelines.device_copy import DeviceCopier
 from samestep.pipelines.shm_channel import open_shm_channels
 from samestep.pipelines.tensor_meta import HEADER_BYTES, Metas, TensorMeta, describe, read_header, write_header
 from samestep.runtime.axis import Axis
+from samestep.runtime.device import message_device
 from samestep.schedule.schedule import Action, Schedule
 
 __all__: list[str] = []
@@ -73,6 +74,7 @@ class P2PChannel:
 
     def __init__(self, axis: Axis, peer: int, device: torch.device) -> None:
         self._group, self._peer, self._device = axis.group, axis.ranks[peer], device
+        self._wire = message_device(device, axis.group)
         self._posted: deque[tuple[list[Tensor], list[Any]]] = deque()
         self._sending: list[tuple[Any, Tensor]] = []
 
@@ -84,21 +86,21 @@ class P2PChannel:
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         for each in tensors:
-            tensor = each.to(self._device).contiguous()  # a header, too, goes by the backend of the device
+            tensor = each.to(self._wire).contiguous()  # a header, too, goes by the backend of the device
             self._sending.append((dist.isend(tensor, self._peer, group=self._group), tensor))
 
     def receive(self, metas: Metas | None, following: Sequence[Metas] = ()) -> tuple[Metas, list[Tensor]]:
         if metas is None:
-            header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._device)
+            header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._wire)
             self._receive(header).wait()
             metas = read_header(header)
         for each in [metas, *following][len(self._posted) :]:
-            tensors = [meta.empty(self._device) for meta in each]
+            tensors = [meta.empty(self._wire) for meta in each]
             self._posted.append((tensors, [self._receive(tensor) for tensor in tensors]))
         tensors, works = self._posted.popleft()
         for work in works:
             work.wait()
-        return metas, tensors
+        return metas, [tensor.to(self._device) for tensor in tensors]
 
     def _receive(self, tensor: Tensor) -> Any:
         return dist.irecv(tensor, self._peer, group=self._group)

@@ -197,7 +197,11 @@ def sum_by_messages(axis: Axis, node: FlatBuffers, scratch: FlatBuffers) -> None
     """Adds the nodes of all ranks by the tree, in place: the same bits on all. Collective: every rank must call it."""
     for flat, parts in zip(node, scratch, strict=True):
         dist.all_to_all_single(parts, flat, group=axis.group)
-        _all_gather_p2p(axis, tree_sum(parts.view(axis.size, -1).unbind()), flat.view(axis.size, -1))
+        total = tree_sum(parts.view(axis.size, -1).unbind())
+        if flat.is_cuda:  # between two ranks gloo sends from host memory alone
+            dist.all_gather_into_tensor(flat, total, group=axis.group)
+        else:
+            _all_gather_p2p(axis, total, flat.view(axis.size, -1))
 
 
 def _all_gather_p2p(axis: Axis, mine: Tensor, everybody: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from samestep.errors import DeviceError
 
@@ -65,6 +66,13 @@ def check_no_shared_gpu(holders: Sequence[tuple[int, str, str | None]]) -> None:
                 "card, each waiting for the other's kernel to leave. Start one rank per GPU, or check "
                 "CUDA_VISIBLE_DEVICES and LOCAL_RANK"
             )
+
+
+def message_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
+    """Returns where a message between two ranks must lie: gloo sends from host memory alone, and to it."""
+    if device.type != "cuda" or group is None:
+        return device
+    return torch.device("cpu") if dist.get_backend(group) == "gloo" else device
 
 
 def set_current_device(device: torch.device) -> torch.device:
