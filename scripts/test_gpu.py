@@ -36,6 +36,8 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils.data import TensorDataset  # noqa: E402
 
 import samestep  # noqa: E402
+from samestep.checkpoints.integrity import read_manifest  # noqa: E402
+from samestep.checkpoints.reader import read_tensors  # noqa: E402
 
 LIMIT_S = 8 * 60  # of a part
 PAIRS = 60  # of blocks of `bench step`
@@ -235,6 +237,21 @@ def verify() -> str:
     return "exit codes " + ", ".join(said)
 
 
+def virtual_ranks() -> str:
+    """The digits recipe on 1, 2 and 4 ranks that share the card over gloo, as 4 virtual ranks: the same weights."""
+    options = ("-m", "samestep.recipes.digits", "--epochs", "2", "--virtual-ranks", "4", "--device", "cuda:0")
+    ends = []
+    for ranks in (1, 2, 4):
+        with tempfile.TemporaryDirectory() as folder:
+            place = (*options, "--checkpoint", folder, *(("--backend", "gloo") if ranks > 1 else ()))
+            done = command("run", "-n", str(ranks), *place)
+            assert done.returncode == 0, done.stdout + done.stderr
+            newest = max(Path(folder).glob("step-*"))
+            ends.append(read_tensors(newest, read_manifest(newest)))
+    assert all(torch.equal(end[name], value) for end in ends for name, value in ends[0].items() if "rng" not in name)
+    return "same bits"
+
+
 def tests_of_fake_gpus(name: str) -> ModuleType:
     """Returns a file of tests/fake_gpus."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / "fake_gpus" / f"{name}.py")
@@ -300,7 +317,7 @@ def suite() -> str:
 PARTS: dict[int, tuple[Callable[[], str], ...]] = {
     1: (nccl_of_one, same_as_cpu, deterministic, halves, prefetch, pipeline),
     2: (bench_step,),
-    3: (verify,),
+    3: (verify, virtual_ranks),
     4: (mistakes, idioms, examples, suite),
 }
 
