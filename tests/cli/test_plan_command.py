@@ -134,6 +134,7 @@ def test_ranks_that_do_not_fill_their_last_host_are_started_with_slots(files, tm
     assert said == f"samestep run --settings {tmp_path / 'chosen.toml'} --hosts …:4,…:3 … starts it so"
 
 
+@pytest.mark.prove
 def test_the_settings_are_for_the_script_as_it_is_where_a_pipeline_would_be_faster(files, tmp_path, capsys) -> None:
     slow = CLUSTER.replace('bandwidth = "100 Gbit/s"', 'bandwidth = "100 Mbit/s"')
     slow = re.sub(r"inside = .*", 'inside = { latency = "1 ms", bandwidth = "1 Gbit/s" }', slow)
@@ -156,6 +157,7 @@ def test_a_model_that_fits_nowhere_says_by_how_much(files, tmp_path, capsys) -> 
     assert "its forward cannot be followed" in said
 
 
+@pytest.mark.prove
 def test_a_batch_that_grows_is_said_to_be_larger(files, capsys) -> None:
     assert plan("--profile", files[0], "--cluster", files[1], "--scale-batch", "--ranks", 8) == 0
     assert "a step of 512 samples" in capsys.readouterr().out
@@ -243,6 +245,7 @@ def test_the_picture_is_a_page_that_needs_no_network(planned) -> None:
     assert 'src="http' not in page
 
 
+@pytest.mark.prove
 def test_a_better_order_of_the_ranks_is_proposed(files, tmp_path, capsys) -> None:
     network = '[network]\nkind = "torus"\ndims = [4, 4]\nplacement = "random"\n'
     slow = CLUSTER.replace("count = 4\ndevices = 4", "count = 16").replace("100 Gbit/s", "1 Gbit/s")

@@ -95,6 +95,7 @@ def test_the_index_names_every_example_and_only_commands_that_docstrings_hold():
     assert shown - {command.line for example in EXAMPLES for command in commands_of(example)} == set()
 
 
+@pytest.mark.prove
 def test_hello_adds_up_under_torchrun():
     (command,) = [each for each in commands_of(ROOT / "examples" / "hello_process_group.py") if "torchrun" in each.line]
     process = run(command.words())
@@ -252,6 +253,7 @@ def test_a_ring_adds_up_exactly_and_sends_what_it_should(printed):
         assert text.count(f"equal True, sent {2 * (ranks - 1) / ranks:.3f} times the tensor") == ranks
 
 
+@pytest.mark.prove
 def test_eight_bits_train_as_well_with_a_quarter_of_the_bytes(printed):
     rows = re.findall(r"\] (\S.*?) +loss (\d\.\d{4}), +([\d,]+) bytes", printed("quantised_gradients.py")[0])
     loss, sent = ({name: float(row[at].replace(",", "")) for name, *row in rows} for at in (0, 1))

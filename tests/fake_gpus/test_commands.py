@@ -148,6 +148,7 @@ def test_what_is_said_before_a_run() -> None:
     assert real == "note: this host has 1 real GPU, which will not be used"
 
 
+@pytest.mark.prove
 def test_other_launchers_run_it_as_a_module(tmp_path: Path) -> None:
     (tmp_path / "count.py").write_text("import sys, torch\nprint(torch.cuda.device_count(), sys.argv[1:], __name__)")
     environment = {**os.environ, fake_gpus.VARIABLE: "2"}

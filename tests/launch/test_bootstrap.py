@@ -146,8 +146,8 @@ def test_a_real_time_signal_ends_its_rank_and_not_the_launcher(folder):
     [
         ((0, 1, 2), "fork"),
         ((0,), "spawn"),
-        ((1,), "spawn"),
-        ((2,), "spawn"),
+        pytest.param((1,), "spawn", marks=pytest.mark.prove),
+        pytest.param((2,), "spawn", marks=pytest.mark.prove),
         ((0, 1, 2), "spawn"),
         *(pytest.param((closed,), "fork", marks=pytest.mark.prove) for closed in (0, 1, 2)),
     ],

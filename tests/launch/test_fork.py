@@ -81,6 +81,7 @@ def test_a_pipe_is_not_read_for_its_text():
 
 
 @pytest.mark.fresh_interpreter
+@pytest.mark.prove
 def test_what_lies_in_the_current_directory_does_not_reach_forked_ranks(folder):
     """`python -m samestep` has the current directory on its path; a script elsewhere has not."""
     folder.script("import torch, typing_extensions\nprint(hasattr(typing_extensions, 'HERE'))", "inner/train.py")

@@ -156,6 +156,7 @@ def test_a_host_that_is_lost_is_named_and_the_run_stops(on_hosts, folder, lab):
     wait_until_gone(running)
 
 
+@pytest.mark.prove
 def test_a_host_behind_a_cable_that_was_pulled_is_lost_within_its_silence(on_hosts, folder, lab):
     process = on_hosts("-n", 1, folder.script(STAY + "time.sleep(600)"))
     running = await_ranks(folder, 2)

@@ -67,7 +67,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.prove)])
 def test_ranks_that_a_script_spawns_meet_at_the_launchers_port(tmp_path, method):
     """As under torchrun, whose ranks' children are clients of the agent's store too."""
     started(tmp_path, SPAWNS.replace("START", method).replace("METHOD", "'env://'"))

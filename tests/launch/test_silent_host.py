@@ -40,6 +40,7 @@ def start(lab, folder):
     return begin
 
 
+@pytest.mark.prove
 def test_a_host_that_imports_for_long_is_not_lost(start, folder):
     code, out, err = finish(start(SILENCE + 2))
     assert code == 0, err

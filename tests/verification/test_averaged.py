@@ -96,6 +96,7 @@ PERIODIC = """
 """
 
 
+@pytest.mark.prove
 def test_averagers_of_torch_declare_local_steps(tmp_path: Path) -> None:
     """Ranks average gradients in two steps, then each is held against one process with its samples."""
     path = tmp_path / "train.py"

@@ -142,6 +142,7 @@ def test_momentum_under_top_k_agrees_as_declared(further: Lazily[Report]) -> Non
     check_agreement(further["topk"], "TopK")
 
 
+@pytest.mark.prove
 def test_micro_batches_agree_and_what_is_owed_outlives_a_kill(reports: Lazily[Report]) -> None:
     report = reports["accumulating"]
     report.require_same()

@@ -107,6 +107,7 @@ def test_ranks_are_forked_with_one_seed_unless_the_script_must_find_no_torch(
 
 
 @pytest.mark.fresh_interpreter
+@pytest.mark.prove
 def test_fresh_interpreters_go_on_where_the_process_that_forks_has_been_killed(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(TRAIN.format(first="")), encoding="utf-8")
@@ -140,6 +141,7 @@ WAITS = """
 
 
 @pytest.mark.fresh_interpreter
+@pytest.mark.prove
 def test_a_verification_that_is_killed_takes_a_forked_run_along(tmp_path: Path) -> None:
     path, pids = tmp_path / "train.py", tmp_path / "pids"
     path.write_text(textwrap.dedent(WAITS), encoding="utf-8")

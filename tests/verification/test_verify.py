@@ -345,6 +345,7 @@ def test_a_training_without_end_is_compared_and_what_it_has_not_reached_is_named
     assert "steps: evaluation, checkpoint; see --steps" in shown(report)
 
 
+@pytest.mark.prove
 def test_a_script_that_counts_on_every_batch_is_recorded_without_an_early_end(reports: Lazily[Report]) -> None:
     report = reports["counts on every batch"]
     report.require_same()
