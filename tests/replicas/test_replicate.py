@@ -1,7 +1,9 @@
 import copy
+import gc
 import io
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -610,3 +612,29 @@ def unused():
 
 def test_unused_parameters_are_refused_with_samesteps_own_remedy(two_ranks):
     assert all("samestep.replicate(model, world, find_unused_parameters=True)" in said for said in two_ranks(unused))
+
+
+def kept(options):
+    """Returns how many outputs of earlier steps are still there, and whether the model is after its world."""
+    with samestep.world() as world:
+        module = nn.Linear(4, 4)
+        model = samestep.replicate(module, world, **options)
+        outputs = []
+        for _ in range(4):
+            output = model(torch.ones(2, 4))
+            outputs.append(weakref.ref(output))
+            output.sum().backward()
+            del output
+        gc.collect()
+        left = sum(output() is not None for output in outputs[:-1])
+        module = weakref.ref(module)
+    del model, world
+    gc.collect()
+    return left, module() is not None
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"find_unused_parameters": True}, {"reduce": "gloo"}, {"reduce": "ordered"}, {"compress": "int8"}]
+)
+def test_nothing_is_kept_of_earlier_steps_nor_of_a_world_that_is_closed(options, two_ranks):
+    assert two_ranks(kept, options) == [(0, False)] * 2

@@ -65,6 +65,7 @@ class DDPEngine:
         self.prepared = False  # DDP did it in forward, for the next backward
         self.backward = -1  # the number of the backward that was seen last
         self.in_mid_step: tuple[int, int] | None = None  # the step, and the parameters' version in it
+        self.outputs: dict[int, Any] = {}  # of the step's forwards, by number, for DDP to find unused parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trained = self._trained()
@@ -80,6 +81,8 @@ class DDPEngine:
         if self.tuner is not None:
             self.tuner.timer.is_idle = False
         self.forwards += 1
+        if self.in_mid_step is None:
+            self.outputs.clear()
         self._check_unchanged()
         self.prepared = self.engine.require_backward_grad_sync = learns and self.world.step.step_ends
         try:
@@ -88,13 +91,15 @@ class DDPEngine:
             if "finished reduction in the prior iteration" in str(error):
                 raise ModelError(_unused(self.module)) from error
             raise
+        if self.find_unused_parameters:
+            self.outputs[self.forwards] = outputs
+        met = functools.partial(self._begin_backward, self.forwards)  # with the outputs it would keep them for ever
         for tensor in tensors_of([outputs]):
             if tensor.requires_grad:
-                met = functools.partial(self._begin_backward, outputs, self.forwards)
                 tensor.register_hook(met)  # type: ignore[no-untyped-call]
         return outputs
 
-    def _begin_backward(self, outputs: Any, forward: int, gradient: torch.Tensor) -> None:
+    def _begin_backward(self, forward: int, gradient: torch.Tensor) -> None:
         """Runs first in every backward through the model, once for each [2], and again for each output."""
         self.last_backward = max(self.last_backward, forward)
         if self.local is not None:
@@ -111,7 +116,7 @@ class DDPEngine:
                 return
             reducer = self.engine.reducer
             reducer._rebuild_buckets()  # noqa: SLF001  (DDP's own forward does the same two things)
-            reducer.prepare_for_backward(tensors_of([outputs]) if self.find_unused_parameters else [])
+            reducer.prepare_for_backward(tensors_of([self.outputs.get(forward, [])]))
         self.prepared = False
         if self.tuner is not None:
             self.tuner.timer.begin()
@@ -177,6 +182,7 @@ class DDPEngine:
 
     def release(self) -> None:
         """Tells the other ranks that this one brings no more gradients, and leaves nothing behind in the model."""
+        self.outputs.clear()
         self.reduction.release()
         if self.compression is not None:
             self.compression.release()
