@@ -52,6 +52,10 @@ def test_a_rate_that_differs_is_told_with_what_a_schedule_has_seen() -> None:
     assert "reduce() brings its result to one rank only" in finding.cause
 
 
+def test_a_rank_without_an_optimizer_has_no_rate_that_could_differ() -> None:
+    assert findings(control, record([step(0, "g"), ended()], [step(0, "g", rates=[]), ended()])) == []
+
+
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_gradients_that_are_clipped_while_they_are_scaled_are_found(scale: float) -> None:
     clipped = {"kind": "clipped_scaled", "window": 0, "scale": scale, "most": 1.0, "where": "train.py:27"}

@@ -98,7 +98,7 @@ def of_parameters(record: Record, index: int, rank: int, bad: list[str]) -> Find
     before = record.ranks[0].steps[index - 1] if index else None
     theirs = record.ranks[rank].steps[index - 1] if index else None
     number = record.ranks[rank].number
-    if before is not None and theirs is not None and before["rates"] != theirs["rates"]:
+    if before is not None and theirs is not None and rates_differ(before, theirs):
         return rates(record, index - 1, rank)
     where = None if before is None else before["where"]
     loads = [event for one in (rank, 0) for event in record.ranks[one].of("weights") if event["event"] == index]
@@ -130,6 +130,11 @@ def diverged(first: int, number: int, step: int, bad: list[str], when: str, caus
 def differing_after(first: Event, other: Event | None) -> bool:
     """Returns whether parameters differed right after a step."""
     return other is not None and first["after"] is not None and first["after"] != other["after"]
+
+
+def rates_differ(first: Event, other: Event) -> bool:
+    """Whether both steps are of optimizers, and their learning rates differ: a rank may lack an optimizer."""
+    return bool(first["rates"] and other["rates"]) and first["rates"] != other["rates"]
 
 
 def rates(record: Record, index: int, rank: int) -> Finding:

@@ -41,7 +41,7 @@ def _rates(record: Record) -> Iterator[Finding]:
         if events[0]["optimizer"] in record.by_themselves:
             continue
         for rank, event in enumerate(events[1:], 1):
-            if event["rates"] != events[0]["rates"]:
+            if causes.rates_differ(events[0], event):
                 yield causes.rates(record, index, rank)
                 return
 
