@@ -17,7 +17,7 @@ help:
 	@echo "make demo    train the digits recipe on 2 processes, then show the equality with 1"
 	@echo "make test    what must hold for a commit (12 minutes on 2 cores)"
 	@echo "make test-times  the same, with the time of each test"
-	@echo "make test-gpu  what only a real GPU can show, on one card, in parts: PART=1, 2 or 3"
+	@echo "make test-gpu  what only a real GPU can show, on one card, in parts: PART=1, 2, 3 or 4"
 	@echo "make prove   the rest: sweeps, several hosts, browsers, every example"
 	@echo "make zoo     samestep verify on every script of zoo/, and its score"
 	@echo "make check   formatting, lint and types"
@@ -59,7 +59,7 @@ test-times: compiled
 	@scripts/install-test-tools
 	@$(BIN)/python scripts/test_times.py -m "not prove" -n $(TESTERS) --dist loadscope
 
-# On a machine with a GPU and its own torch: make test-gpu PYTHON=python3, in parts with PART=1, 2, 3.
+# On a machine with a GPU and its own torch: make test-gpu PYTHON=python3, in parts with PART=1, 2, 3, 4.
 test-gpu:
 	@$(PYTHON) scripts/test_gpu.py $(if $(PART),--part $(PART))
 

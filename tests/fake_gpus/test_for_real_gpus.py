@@ -41,3 +41,8 @@ def test_without_a_gpu_it_says_so(script, capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert script.main() == 2
     assert "no GPU is here" in capsys.readouterr().out
+
+
+def test_the_tests_that_it_takes_from_the_suite_are_there(script) -> None:
+    for file, _, name in (one.partition("::") for one in script.SUITE):
+        assert f"def {name}(" in (SCRIPT.parent.parent / "tests" / file).read_text(encoding="utf-8")

@@ -137,7 +137,11 @@ def _one_visible(patch: pytest.MonkeyPatch):
 MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (batch_left_on_the_cpu, RuntimeError, "Expected all tensors to be on the same device"),
     (model_left_on_the_cpu, RuntimeError, "Expected all tensors to be on the same device"),
-    (targets_left_on_the_cpu, RuntimeError, "Expected all tensors to be on the same device"),
+    (
+        targets_left_on_the_cpu,
+        RuntimeError,
+        "at least two devices, cuda:0 and cpu|got target is on cpu, different from other tensors on cuda:0",
+    ),
     (tensors_of_two_gpus, RuntimeError, "at least two devices, cuda:0 and cuda:1"),
     (second_half_of_the_model_elsewhere, RuntimeError, "Expected all tensors to be on the same device"),
     (numpy_without_cpu, TypeError, "can't convert cuda:0 device type tensor to numpy"),
@@ -154,7 +158,11 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
         RuntimeError,
         "device type .cpu. to a tensor with device type .cuda.|located on a different device",
     ),
-    (mask_on_the_cpu, RuntimeError, "xpected .*to be on the same device"),
+    (
+        mask_on_the_cpu,
+        RuntimeError,
+        "Expected all tensors to be on the same device|at least two devices|got mask on cpu and self on cuda:0",
+    ),
     (pinning_a_tensor_of_a_gpu, RuntimeError, "cannot pin"),
     (generator_of_the_cpu, RuntimeError, "Expected a 'cuda' device type for generator but found 'cpu'"),
     (embedding_of_indices_on_the_cpu, RuntimeError, "Expected all tensors to be on the same device"),

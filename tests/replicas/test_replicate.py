@@ -619,16 +619,18 @@ def kept(options):
     with samestep.world() as world:
         module = nn.Linear(4, 4)
         model = samestep.replicate(module, world, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         outputs = []
         for _ in range(4):
             output = model(torch.ones(2, 4))
             outputs.append(weakref.ref(output))
             output.sum().backward()
+            optimizer.step()
             del output
         gc.collect()
         left = sum(output() is not None for output in outputs[:-1])
         module = weakref.ref(module)
-    del model, world
+    del model, optimizer, world
     gc.collect()
     return left, module() is not None
 
@@ -638,3 +640,19 @@ def kept(options):
 )
 def test_nothing_is_kept_of_earlier_steps_nor_of_a_world_that_is_closed(options, two_ranks):
     assert two_ranks(kept, options) == [(0, False)] * 2
+
+
+def backwards_of_two_forwards(find_unused):
+    with samestep.world() as world:
+        torch.manual_seed(0)
+        parts = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+        parts.forward = lambda x, name: parts[name](x)
+        model = samestep.replicate(parts, world, find_unused_parameters=find_unused)
+        first, second = model(torch.ones(2, 4), "a"), model(torch.ones(2, 4), "b")
+        second.sum().backward()
+        first.sum().backward()
+        return [parameter.grad.tolist() for parameter in parts.parameters()]
+
+
+def test_each_of_two_forwards_has_its_backward_where_parameters_are_unused(two_ranks):
+    assert two_ranks(backwards_of_two_forwards, True) == [[[[2.0] * 4] * 4, [2.0] * 4] * 2] * 2

@@ -142,9 +142,9 @@ class TiedGradients:
     def _sum(self, holders: list[tuple[str, int]], mine: dict[str, nn.Parameter]) -> None:
         like = next(iter(mine.values()))
         group, names = self._axis.group, self._axis.ranks
-        wire = message_device(like.device, group)
+        place = message_device(like.device, group)
         gradients: dict[str, Tensor] = {
-            name: (torch.zeros_like(each) if each.grad is None else each.grad.contiguous()).to(wire)
+            name: (torch.zeros_like(each) if each.grad is None else each.grad.contiguous()).to(place)
             for name, each in mine.items()
         }
         works: list[Any] = []
@@ -153,7 +153,7 @@ class TiedGradients:
                 others = {other for _, other in holders if other != rank}
                 works += [dist.isend(gradients[name], names[other], group=group) for other in sorted(others)]
             else:
-                gradients[name] = torch.empty_like(like, device=wire)
+                gradients[name] = torch.empty_like(like, device=place)
                 works.append(dist.irecv(gradients[name], names[rank], group=group))
         for work in works:
             work.wait()

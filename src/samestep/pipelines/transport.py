@@ -74,7 +74,7 @@ class P2PChannel:
 
     def __init__(self, axis: Axis, peer: int, device: torch.device) -> None:
         self._group, self._peer, self._device = axis.group, axis.ranks[peer], device
-        self._wire = message_device(device, axis.group)
+        self._message_device = message_device(device, axis.group)
         self._posted: deque[tuple[list[Tensor], list[Any]]] = deque()
         self._sending: list[tuple[Any, Tensor]] = []
 
@@ -86,16 +86,16 @@ class P2PChannel:
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         for each in tensors:
-            tensor = each.to(self._wire).contiguous()  # a header, too, goes by the backend of the device
+            tensor = each.to(self._message_device).contiguous()  # a header, too, goes by the backend of the device
             self._sending.append((dist.isend(tensor, self._peer, group=self._group), tensor))
 
     def receive(self, metas: Metas | None, following: Sequence[Metas] = ()) -> tuple[Metas, list[Tensor]]:
         if metas is None:
-            header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._wire)
+            header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._message_device)
             self._receive(header).wait()
             metas = read_header(header)
         for each in [metas, *following][len(self._posted) :]:
-            tensors = [meta.empty(self._wire) for meta in each]
+            tensors = [meta.empty(self._message_device) for meta in each]
             self._posted.append((tensors, [self._receive(tensor) for tensor in tensors]))
         tensors, works = self._posted.popleft()
         for work in works:

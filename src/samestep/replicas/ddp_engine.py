@@ -65,6 +65,7 @@ class DDPEngine:
         self.prepared = False  # DDP did it in forward, for the next backward
         self.backward = -1  # the number of the backward that was seen last
         self.in_mid_step: tuple[int, int] | None = None  # the step, and the parameters' version in it
+        self.at: tuple[int, int] | None = None  # likewise at the last forward
         self.outputs: dict[int, Any] = {}  # of the step's forwards, by number, for DDP to find unused parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,8 +82,6 @@ class DDPEngine:
         if self.tuner is not None:
             self.tuner.timer.is_idle = False
         self.forwards += 1
-        if self.in_mid_step is None:
-            self.outputs.clear()
         self._check_unchanged()
         self.prepared = self.engine.require_backward_grad_sync = learns and self.world.step.step_ends
         try:
@@ -131,6 +130,9 @@ class DDPEngine:
                 "optimizer.step() and zero_grad() under `if batches.step_ends:`"
             )
         self.in_mid_step = None if step.step_ends else now
+        if now != self.at:
+            self.outputs.clear()
+        self.at = now
 
     def _trained(self) -> list[tuple[int, bool]]:
         """Which parameters there are, and whether each wants a gradient."""
