@@ -342,7 +342,7 @@ def _between_two(name: str) -> Callable[..., Any]:
         backend = own.backend
         if not own.is_nccl:
             raise RuntimeError(
-                f"{name}: gloo takes no tensor of a GPU here, and a real one ends with 'Bad address': "
+                f"gloo cannot {name.removesuffix('_anysource')} a GPU's tensor (on a real GPU: 'Bad address'): "
                 "copy it to the CPU, or use nccl"
             )
         return getattr(backend, name)(_host(tensors), *rank_and_tag).boxed()

@@ -64,7 +64,7 @@ def check_no_shared_gpu(holders: Sequence[tuple[int, str, str | None]]) -> None:
             raise DeviceError(
                 f"ranks {first} and {rank} hold the same GPU ({card}): NCCL deadlocks when two processes share one "
                 "card, each waiting for the other's kernel to leave. Start one rank per GPU, or check "
-                "CUDA_VISIBLE_DEVICES and LOCAL_RANK"
+                "CUDA_VISIBLE_DEVICES and LOCAL_RANK; backend='gloo' can share one"
             )
 
 
