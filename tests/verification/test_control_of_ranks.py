@@ -159,6 +159,30 @@ def test_dropout_that_is_the_same_on_two_ranks_is_found(other: str, severity: st
 
 
 @pytest.mark.parametrize(
+    ("states", "values", "has_replicas", "found"),
+    [
+        ("ab", "vv", False, [1]),
+        ("aa", "vv", False, []),
+        ("ab", "vw", False, []),
+        ("abab", "vvww", True, [1]),
+        ("aabb", "vvvv", True, []),
+    ],
+    ids=["apart", "alike", "of other values", "in each replica", "positions, apart in each replica"],
+)
+def test_ranks_that_share_a_layer_drop_the_same_units_of_the_same_values(
+    states: str, values: str, found: list[int], *, has_replicas: bool
+) -> None:
+    cut = {"kind": "start", "parameters": {"w": "[0]+[2] w"}}
+    wraps = [wrap("w", wrapper="fully_shard", ranks=[0, 2])] if has_replicas else []
+    ranks = [
+        [cut, *wraps, {"kind": "mask", "window": 0, "number": 1, "of": of, "state": state, "where": "train.py:24"}]
+        for state, of in zip(states, values, strict=True)
+    ]
+    told = [one for one in chance_findings(record(*ranks)) if one.severity == "error"]
+    assert [(one.code, one.rank, one.where) for one in told] == [("random-streams", rank, "train.py:24") for rank in found]
+
+
+@pytest.mark.parametrize(
     ("first", "other", "step_found"),
     [("abcde", "xyzde", 3), ("abcde", "abcde", None), ("abcde", "vwxyz", None), ("abcde", "abcyz", None)],
     ids=["from a step on", "always", "never", "at first"],

@@ -266,14 +266,18 @@ def test_its_mixed_precision_is_off_and_inputs_are_cast_all_the_same() -> None:
 WHOLE = torch.tensor([1.0, 2.0, 3.0, 4.0])
 
 
-def beginning(folder: Path, *ranks: torch.Tensor) -> list[str]:
-    """What is found of ranks that begin with these halves, where one process begins with `WHOLE`."""
+def beginning(folder: Path, *ranks: torch.Tensor, also: float = 0.0) -> list[str]:
+    """What is found of ranks that begin with these halves, where one process begins with `WHOLE`.
+
+    `also` is added to what rank 1 has of another parameter.
+    """
     places = ["[0]+[2]", "[2]+[2]"]
     told = []
     for rank, (place, half) in enumerate(zip(places, ranks, strict=True)):
         (folder / f"rank{rank}").mkdir(parents=True)
         of_rank = {
-            name: parts.Part((4,), (2 * rank,), one) for name, one in (("v", WHOLE[2 * rank :][:2]), ("w", half))
+            name: parts.Part((4,), (2 * rank,), one)
+            for name, one in (("v", WHOLE[2 * rank :][:2] + rank * also), ("w", half))
         }
         torch.save({"parameters": {0: of_rank}, "buffers": {}}, value_path(folder, rank, 1))
         start: Event = {
@@ -296,6 +300,8 @@ def test_parts_that_one_rank_alone_has_changed_are_found(tmp_path: Path) -> None
     assert found.startswith(
         "initial-state-differs 1 w rank 1 begins with other numbers than one process in its part of w"
     )
+    (found,) = beginning(tmp_path / "of another model", WHOLE[:2], WHOLE[2:] + 1, also=1.0)
+    assert found.endswith("each has cut its parts out of a model of its own")
     (found,) = beginning(tmp_path / "drawn alike", WHOLE[2:], WHOLE[2:])
     assert "ranks 1 and 0 begin with the same numbers in their parts of w" in found
 

@@ -233,6 +233,18 @@ def test_an_order_that_no_sampler_is_asked_to_shuffle_may_repeat(*, draws: bool,
     assert found == ([("same-order-every-epoch", "error")] if draws or shuffles else [])
 
 
+@pytest.mark.parametrize(("workers", "is_found"), [(0, False), (1, True)])
+def test_a_dataset_s_own_epoch_needs_no_other_order(*, workers: int, is_found: bool) -> None:
+    """Samples may depend on it alone; workers may live on with a copy that never knows it."""
+    about: dict[str, Any] = {"samples": 4, "shuffles": False, "workers": workers}
+    ranks = [
+        [one for i in range(2) for one in passed(order, number=i, window=i, dataset_epoch=i, **about)]
+        for order in ([0, 2], [1, 3])
+    ]
+    found = codes(samples, record(*ranks))
+    assert found == ([("same-order-every-epoch", "error")] if is_found else [])
+
+
 @pytest.mark.parametrize(
     ("alone", "code"), [([0, 0, 1, 1, 2, 3, 4, 5], None), ([0, 1, 2, 3, 4, 5], "samples-repeated")]
 )

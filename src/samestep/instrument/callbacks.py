@@ -147,8 +147,9 @@ class Callbacks:
         del name, where
         return value
 
-    def on_dropout(self) -> None:
-        """The script would have drawn a mask for dropout."""
+    def on_dropout(self, values: Any) -> None:
+        """The script would have drawn a mask for dropout of these values."""
+        del values
 
     def on_worker(self, key: str, worker: int, states: dict[str, bytes], used: list[str]) -> None:
         """A DataLoader's worker ends; `states` of its generators when it began, and those `used` since."""

@@ -55,7 +55,7 @@ def _dropout(original: Any, input: Any, p: float = 0.5, training: bool = True, *
 
     del original
     if p > 0 and training and not torch.compiler.is_compiling():
-        call("on_dropout")
+        call("on_dropout", input)
     return input
 
 

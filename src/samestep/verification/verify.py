@@ -295,7 +295,11 @@ def _locate_sources(runner: Runner, record: Record, steps: int, report: Report) 
     """Looks for draws, hashes and writes by which ranks begin to differ."""
     of_samples = [one for one in report.errors if one.code in _OF_SAMPLES]
     of_parameters = [one for one in report.errors if one.cause.endswith(OUTSIDE)]
-    of_initial = [one for one in report.errors if one.code == "initial-state-differs" and not record.has_no_group]
+    of_initial = [
+        one
+        for one in report.errors
+        if one.code == "initial-state-differs" and not (record.has_no_group or one.cause.endswith(shards.OWN_MODEL))
+    ]
     if not (of_samples or of_parameters or of_initial):
         return
     how: dict[str, Any] = {"steps": steps, "passes": PASSES, "trace": {"sources": True}}

@@ -22,6 +22,7 @@ _FEWEST = 16  # numbers in a draw that cannot be equal by chance, and are no set
 
 def judge(record: Record, whole: Run, report: Report) -> None:
     """Adds what the draws tell; `whole` is the script alone, with what all ranks used."""
+    report.add(_masks_of_copies(record))
     record = record.data
     drawn = [{event["place"]: event for event in rank.of("draw") if event["within"]} for rank in record.ranks]
     report.add(_alike(record, drawn, whole))
@@ -197,6 +198,37 @@ def _masks(record: Record) -> Iterator[Finding]:
             else "save and restore each rank's own random state",
         )
         return
+
+
+def _masks_of_copies(record: Record) -> Iterator[Finding]:
+    """Other masks for the same values, on ranks that hold parts of one layer and have the same samples.
+
+    What is the same for other samples too, such as embedded positions, may be masked otherwise.
+    """
+    of_samples = {rank.number for rank in record.data.ranks}
+    if len(of_samples) == record.size:
+        return
+    masks = [(rank.number, event) for rank in record.ranks for event in rank.of("mask")]
+    first: dict[tuple[int, int, str], tuple[int, str]] = {}
+    fixed = set()
+    for rank, event in masks:
+        place = event["window"], event["number"], event["of"]
+        if rank in of_samples and first.setdefault(place, (rank, event["state"]))[0] != rank:
+            fixed.add(place)
+    for rank, event in masks:
+        place = event["window"], event["number"], event["of"]
+        other, state = first.setdefault(place, (rank, event["state"]))
+        if state != event["state"] and place not in fixed:
+            yield Finding(
+                code="random-streams",
+                rank=rank,
+                step=event["window"],
+                where=event["where"],
+                cause=f"rank {rank} drops other units than rank {other} of the same values: both hold parts of one "
+                "layer and have the same samples, and what they hold alike comes apart",
+                fix="seed all ranks of a tensor-parallel group alike: torch.manual_seed(seed), without their rank in it",
+            )
+            return
 
 
 def _is_much(shape: object) -> bool:

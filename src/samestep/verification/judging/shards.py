@@ -2,6 +2,7 @@
 
     one process    a b c d        rank 0   a b        rank 1   a b   each has drawn its part, all seeded alike
                                            a b                 c e   only this one was changed behind the cut
+                                           a b                 e f   each has cut its part out of a model of its own
 
 Other numbers are no error by themselves: a model that is drawn otherwise is drawn as well.
 """
@@ -15,11 +16,13 @@ from samestep.verification.findings import Finding
 from samestep.verification.journal import place_of
 from samestep.verification.judging.record import Record, part_at
 from samestep.verification.judging.single import Run
-from samestep.verification.judging.states import made
+from samestep.verification.judging.states import built_at, made
 from samestep.verification.judging.words import listed
 from samestep.verification.report import Report
 
 __all__: list[str] = []
+
+OWN_MODEL = "each has cut its parts out of a model of its own"
 
 
 def judge(record: Record, whole: Run, report: Report) -> None:
@@ -39,7 +42,7 @@ def judge(record: Record, whole: Run, report: Report) -> None:
         }
         for start in starts
     ]
-    found = next(_copied(record, cut, own, ours), None) or next(_changed(record, cut, own, ours), None)
+    found = next((one for rule in (_copied, _changed) for one in rule(record, cut, own, ours)), None)
     report.add([] if found is None else [found])
 
 
@@ -71,18 +74,23 @@ def _copied(
 def _changed(
     record: Record, starts: list[dict[str, str]], own: dict[str, Any], ours: dict[str, Any]
 ) -> Iterator[Finding]:
-    """Whether a rank has changed some of its parts, where the others, and the first rank's, are one process's."""
+    """Whether a rank has other parts than one process, where the first rank's are one process's.
+
+    Some of them it has changed, or each rank has cut its parts out of a model of its own. One part alone may be that of
+    one process without that: ranks that draw their parts begin with the same numbers.
+    """
     alike, apart = zip(*(_compared(start, own, ours) for start in starts), strict=True)
     for rank, names in enumerate(apart[1:], 1):
-        if names and alike[0] and alike[rank] and not apart[0]:
-            yield _finding(
-                record,
-                rank,
-                names[0],
-                f"rank {record.ranks[rank].number} begins with other numbers than one process in its part of "
-                f"{listed(names)}, and with the same in its other parts, as rank 0 does in all: it has changed them",
-                "load or change weights before they are cut over the ranks, or the parts of all ranks alike",
-            )
+        if not names or not alike[0] or apart[0] or not (alike[rank] or len(alike[0]) > 1):
+            continue
+        told = f"rank {record.ranks[rank].number} begins with other numbers than one process in its part of "
+        if alike[rank]:
+            told += f"{listed(names)}, and with the same in its other parts, as rank 0 does in all: it has changed them"
+            fix = "load or change weights before they are cut over the ranks, or the parts of all ranks alike"
+        else:
+            told += f"{listed(names)}, and rank 0 with the same in all: {OWN_MODEL}"
+            fix = "make one model on all ranks before it is cut: torch.manual_seed(seed), without the rank"
+        yield _finding(record, rank, names[0], told, fix)
 
 
 def _compared(start: dict[str, str], own: dict[str, Any], ours: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -98,12 +106,13 @@ def _compared(start: dict[str, str], own: dict[str, Any], ours: dict[str, Any]) 
 
 
 def _finding(record: Record, rank: int, name: str, cause: str, fix: str) -> Finding:
+    built = built_at(record.ranks[rank].of("wrap", "names"), name) if cause.endswith(OWN_MODEL) else None
     return Finding(
         code="initial-state-differs",
         rank=record.ranks[rank].number,
         step=0,
         tensor=name,
-        where=made(record.ranks[0].events),
+        where=built or made(record.ranks[0].events),
         cause=cause,
         fix=fix,
     )

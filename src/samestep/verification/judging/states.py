@@ -222,7 +222,7 @@ def unequal_start(record: Record, rank: int, names: list[str], when: str = "befo
         rank=other.number,
         step=0,
         tensor=names[0],
-        where=_built(other, names[0]) or made(other.events),
+        where=built_at([] if other.of("wrap") else other.of("names"), names[0]) or made(other.events),
         cause=f"{when} rank {other.number} has other values than rank {first.number} in {listed(names)}"
         + (f"; {NO_GROUP}" if record.has_no_group else ""),
         fix=_initial_fix(record),
@@ -241,10 +241,9 @@ def _initial_fix(record: Record) -> str:
     return "for p in model.parameters(): dist.broadcast(p.data, src=0)    # once, before the first step"
 
 
-def _built(rank: Rank, name: str) -> str | None:
-    """Where a rank builds the model of a parameter that no wrapper makes equal."""
-    told = [] if rank.of("wrap") else rank.of("names")
-    return next((whole for event in told if (whole := _made(event, name)[1])), None)
+def built_at(events: Sequence[Event], name: str) -> str | None:
+    """Returns the line that builds the model of a parameter, where one of these events tells it."""
+    return next((whole for event in events if (whole := _made(event, name)[1])), None)
 
 
 def _made(event: Event, name: str) -> tuple[str, str]:

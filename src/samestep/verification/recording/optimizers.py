@@ -258,9 +258,14 @@ class Optimizers:
         return None if first is None or in_fsdp else float(first.grad.norm())
 
     @property
+    def holds_parts(self) -> bool:
+        """Whether a parameter is cut over the ranks."""
+        return any(_is_cut(parameter) for optimizer in self.all for parameter in self.parameters(optimizer).values())
+
+    @property
     def are_replicas(self) -> bool:
         """Whether this rank has all that others have: no parameter is cut, no optimizer holds a part of a model."""
-        if any(_is_cut(parameter) for optimizer in self.all for parameter in self.parameters(optimizer).values()):
+        if self.holds_parts:
             return False
         held = {id(parameter) for parameter in self._every_parameter()}
         states = [id(parameter) for optimizer in self.all for parameter in optimizer.state]

@@ -46,6 +46,7 @@ LOCAL_NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}  # whose statistics 
 MOST_EVALUATED = 4  # and so many in which an evaluation runs
 MOST_AVERAGED = 8  # and so many uses of models that no optimizer steps, whose parameters are told
 MOST_REPLICAS = 16  # looks at copies of a model while no step is seen
+_MASKED, MOST_MASKS = 4, 16  # windows, and masks of each, that are compared where ranks hold parts of layers
 _NOISY = 4  # and so many batches of a pass for which a dataset's own generators are looked at
 WHOLE = 2  # passes over each loader whose samples are all told
 
@@ -78,6 +79,7 @@ class Recorder(Witness):
         self._replicas_told = 0
         self._datasets: dict[str, Any] = {}
         self._dropped_in = -1
+        self._masks = 0  # of the window at hand that were looked at
         self._loaded: str | None = None
         self._loaded_buffers: dict[str, str] = {}
         self._averaged: dict[int, dict[str, Any] | None] = {}  # model -> its event of this window; None: several values
@@ -579,16 +581,29 @@ class Recorder(Witness):
                 self._loaded = fields["path"]
         self.journal.write(kind, window=self.window, event=self._events, **fields)
 
-    def on_dropout(self) -> None:
-        """Writes down, once a window, from which state a mask would have been drawn."""
+    def on_dropout(self, values: Any) -> None:
+        """Writes down, once a window, from which state a mask would have been drawn.
+
+        Ranks that hold parts of one layer need one mask for what all of them hold: of the first masks, that too.
+        """
         import torch
 
         from samestep.runtime.digest import digest
+        from samestep.verification.recording.parts import is_cut, local
 
-        if self._dropped_in != self.window:
-            self._dropped_in = self.window
-            where = call_site(_frame())
-            self.journal.write("stream", window=self.window, state=digest(torch.get_rng_state()), where=where)
+        is_first = self._dropped_in != self.window
+        if is_first:
+            self._dropped_in, self._masks = self.window, 0
+        is_looked_at = self.window < _MASKED and self._masks < MOST_MASKS and self.optimizers.holds_parts
+        if not is_first and not is_looked_at:
+            return
+        where, state = call_site(_frame()), digest(torch.get_rng_state())
+        if is_first:
+            self.journal.write("stream", window=self.window, state=state, where=where)
+        if is_looked_at and not is_cut(values):
+            self._masks += 1
+            of = digest(local(values).detach())
+            self.journal.write("mask", window=self.window, number=self._masks, of=of, state=state, where=where)
 
     def on_random(self, name: str, where: str, value: Any) -> Any:
         """Writes down what the script draws while it trains."""
