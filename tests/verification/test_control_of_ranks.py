@@ -179,7 +179,9 @@ def test_ranks_that_share_a_layer_drop_the_same_units_of_the_same_values(
         for state, of in zip(states, values, strict=True)
     ]
     told = [one for one in chance_findings(record(*ranks)) if one.severity == "error"]
-    assert [(one.code, one.rank, one.where) for one in told] == [("random-streams", rank, "train.py:24") for rank in found]
+    assert [(one.code, one.rank, one.where) for one in told] == [
+        ("random-streams", rank, "train.py:24") for rank in found
+    ]
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,29 @@ def test_an_optimizer_that_averages_in_its_step_is_judged_where_the_ranks_own_gr
     assert is_known or report.coverage["updates"].startswith("not checked")
 
 
+@pytest.mark.parametrize(("factor", "is_found"), [(1.0, False), (0.5, True)], ids=["linear", "not linear"])
+def test_parameters_that_are_averaged_behind_a_step_are_those_of_one_process_or_are_found(
+    tmp_path: Path, factor: float, *, is_found: bool
+) -> None:
+    """What a rank has made of them by itself, before they were averaged, is held against nothing."""
+    ours = stepping(tmp_path / "ranks", BEFORE - UPDATE).record
+    average = {"parameters": {0: {"w": BEFORE + factor * UPDATE}}, "buffers": {}, "states": {}}
+    torch.save(average, value_path(ours.folder, 0, 9))
+    behind: list[Event] = [{"kind": "window", "number": 1, "kept": 9, "others": {}}, step(1, "h"), stepped(1)]
+    first = [*ours.ranks[0].events, *behind]
+    own = [{**event, "kept": None} if "kept" in event else event for event in first]
+    other = [
+        {**event, "gradients": {"w": "other"}} if event["kind"] == "step" and event["event"] == 0 else event
+        for event in own
+        if event["kind"] != "stepped"
+    ]
+    record_of = Record(ours.folder, [Rank(0, first), Rank(1, [*other, stepped(0, "q"), stepped(1)])])
+    whole, report = stepping(tmp_path / "alone", BEFORE + UPDATE), Report(ranks=2)
+    Updates(record_of, whole, Others(lambda: whole, list)).judge(report)
+    assert [one.code for one in report.errors] == (["update-differs"] if is_found else [])
+    assert is_found or report.coverage["updates"].startswith("not checked: at step 0 each rank steps with a gradient")
+
+
 def test_state_that_each_rank_carries_by_itself_is_not_held_against_one_process() -> None:
     """What random-k compression has not sent yet."""
     told = [{"kind": "updated", "event": 0, "kept": None, "carried": {"w": [name]}} for name in "ab"]

@@ -226,7 +226,7 @@ def _masks_of_copies(record: Record) -> Iterator[Finding]:
                 where=event["where"],
                 cause=f"rank {rank} drops other units than rank {other} of the same values: both hold parts of one "
                 "layer and have the same samples, and what they hold alike comes apart",
-                fix="seed all ranks of a tensor-parallel group alike: torch.manual_seed(seed), without their rank in it",
+                fix="seed all ranks of a tensor-parallel group alike: torch.manual_seed(seed), without a rank",
             )
             return
 

@@ -317,7 +317,7 @@ def _first_difference(record: Record) -> Iterator[Finding]:
                 return  # what would be averaged behind the last steps was not recorded
             yield of_gradients(record, index, *bad)
             return
-        apart = apart or (bad is not None and not _healed_at_once(record, index))
+        apart = apart or (bad is not None and not healed_at_once(record, index))
     if apart:
         return
     last = record.events_of_step(record.steps - 1)
@@ -366,7 +366,7 @@ def _healed(record: Record, index: int) -> bool:
     Where nothing declares that the ranks are copies, they may be averaged every few steps only. What is loaded makes
     parameters equal as well, and is no average.
     """
-    if _healed_at_once(record, index):
+    if healed_at_once(record, index):
         return True
     if record.wrappers:
         return False
@@ -376,8 +376,8 @@ def _healed(record: Record, index: int) -> bool:
     return False
 
 
-def _healed_at_once(record: Record, index: int) -> bool:
-    """Whether parameters agree before the next step, or within this one."""
+def healed_at_once(record: Record, index: int) -> bool:
+    """Returns whether parameters agree before the next step, or within this one."""
     step, following = record.ranks[0].steps[index], index + 1
     if record.averages_within(step):
         return differing_ranks(record.events_of_step(index), "after") is None

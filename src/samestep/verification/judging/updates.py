@@ -18,7 +18,7 @@ from samestep.verification.journal import Event
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import BY_THEMSELVES, Record
 from samestep.verification.judging.single import Run
-from samestep.verification.judging.states import averaged_behind
+from samestep.verification.judging.states import averaged_behind, healed_at_once
 from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 
@@ -70,6 +70,7 @@ class Updates:
         if own is not None:
             why = f"at step {own} each rank steps with a gradient of its own, and one process with that of all"
             report.cover("updates", unchecked(why))
+            report.add(self._averaged_otherwise(own))
             return set()
         steps = [step for step in self.record.ranks[0].steps[: self.record.steps] if self._is_kept(step)]
         compared = 0
@@ -96,6 +97,29 @@ class Updates:
             report.cover("updates", AGREES, f"worst error {worst:.1e} of an update, {plural(compared, 'step')}")
         return right
 
+    def _averaged_otherwise(self, index: int) -> Iterator[Finding]:
+        """Whether the average of the ranks' first steps is no step of one process: only some optimizers are linear.
+
+        Behind it each rank's optimizer has a state of its own, and one process's none of them.
+        """
+        step = self.record.ranks[0].steps[index]
+        if index or not healed_at_once(self.record, index) or not self._is_kept(step):
+            return
+        wrong = [one for one in self._differences(self.record, self.whole, step) if one.error > one.limit]
+        if lasting := self._beyond_rounding(step, wrong) if wrong else []:
+            worst = max(lasting, key=lambda one: one.error)
+            yield Finding(
+                code="update-differs",
+                step=step["event"],
+                tensor=worst.name,
+                where=step["where"],
+                cause=f"at step {step['event']} each rank steps with a gradient of its own, and the average of what "
+                f"they make of {worst.name} is not what one process makes of it: an error of {worst.error:.1e} of its "
+                "update; that average is one process's only where the optimizer is linear in the gradient, as SGD is",
+                fix="average gradients before the step, not parameters behind it: "
+                "dist.all_reduce(p.grad, op=dist.ReduceOp.SUM); p.grad /= dist.get_world_size()",
+            )
+
     def _is_kept(self, step: Event) -> bool:
         apart = self.whole.record.ranks[0].of("out_of_step")[:1] if self.whole.record.ranks else []
         within = self.record.averages_within(step)
@@ -118,7 +142,7 @@ class Updates:
     def _differences(self, record: Record, alone: Run, step: Event) -> Iterator[_Difference]:
         """Yields how far each parameter and each part of its state differs; NaN for a parameter that does not move."""
         before = record.state(step["window"])["parameters"].get(step["optimizer"], {})
-        ours, theirs = record.update(step), alone.update(step["event"])
+        ours, theirs = _made(record, step), alone.update(step["event"])
         coarsest = record.sent_in(step) if record.averages_within(step) else 0.0
         for name, right in theirs["parameters"].items():
             mine, earlier = ours["parameters"].get(name), before.get(name)
@@ -190,6 +214,15 @@ class Updates:
     def _behind_load(self, step: Event) -> str:
         resumed = {event["event"] for rank in self.record.ranks for event in rank.of("resumed")}
         return ", the first behind a load" if step["event"] in resumed else ""
+
+
+def _made(record: Record, step: Event) -> Any:
+    """What the ranks have made in a step: where they average parameters behind it, of those alone."""
+    if averaged_behind(record) != step["event"]:
+        return record.update(step)
+    behind = record.state(step["window"] + 1)
+    parameters = {} if behind is None else behind["parameters"].get(step["optimizer"], {})
+    return {"parameters": parameters, "states": {}}
 
 
 def _of_parameter(name: str, mine: Any, right: Any, before: Any, coarsest: float = 0.0) -> _Difference:

@@ -16,6 +16,7 @@ from typing import Any
 
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
+from samestep.verification.judging.states import averaged_behind
 from samestep.verification.recording.optimizers import Optimizers, named_parameters, own_states, uncut
 
 __all__: list[str] = []
@@ -27,6 +28,7 @@ class UpdateReplay:
     def __init__(self, record: Record, optimizers: Optimizers) -> None:
         self._record = record
         self._optimizers = optimizers
+        self._steps_are_averaged = averaged_behind(record) is not None
         self._lent: list[tuple[Any, str, Any, Any]] = []  # group, name of a number, its own value, the ranks'
 
     def put_back(self, states: dict[str, dict[str, Any]]) -> None:
@@ -56,7 +58,7 @@ class UpdateReplay:
                 if not hasattr(own, "shape"):
                     self._lend(group, name, tuple(value) if isinstance(own, tuple) else value)
         updated = self._record.updated(step)
-        if step["kept"] is None or updated is None or updated["evaluations"] > 1:
+        if step["kept"] is None or updated is None or updated["evaluations"] > 1 or self._steps_are_averaged:
             return
         import torch
 
