@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from test_supervise import is_running, wait_until_gone
 
-from samestep.launch.process import start
+from samestep.launch.process import children, start, threads
 
 PR_CAPBSET_DROP, CAP_KILL, NOBODY = 24, 5, 65534
 
@@ -19,6 +20,15 @@ PR_CAPBSET_DROP, CAP_KILL, NOBODY = 24, 5, 65534
 def without_the_right_to_kill():
     """What a container's root often is. Takes effect at the exec that follows."""
     ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_KILL, 0, 0, 0)
+
+
+def test_a_process_that_has_ended_has_no_threads_and_no_children(monkeypatch):
+    """One that ends just behind a look whether it is there, too."""
+    monkeypatch.setattr(Path, "is_dir", lambda _: True)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    assert (threads(ended.pid), children(ended.pid)) == ([], [])
+    assert [int(thread.name) for thread in threads(os.getpid())].count(os.getpid()) == 1
 
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

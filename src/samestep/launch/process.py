@@ -220,12 +220,19 @@ def end_for_mpiexec() -> None:
 # --- what it does about others --------------------------------------------------------------------
 
 
+def threads(pid: int) -> list[Path]:
+    """Returns the directories of a process's threads in /proc; none of one that has ended."""
+    with contextlib.suppress(OSError):  # it may end between two looks
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    return []
+
+
 def children(pid: int) -> list[int]:
     """Returns the processes whose parent is `pid`, zombies too."""
     found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+    for thread in threads(pid):
         with contextlib.suppress(OSError):
-            found += map(int, task.read_text(encoding="ascii").split())
+            found += map(int, (thread / "children").read_text(encoding="ascii").split())
     return found
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.launch.event_loop import Loop
-from samestep.launch.process import children, stat_of
+from samestep.launch.process import children, stat_of, threads
 from samestep.progress import Progress
 
 PERIOD_S = 1.0  # between two heartbeats, and at most between two timings
@@ -217,10 +217,10 @@ def _update(seen: _Seen, pid: int, record: Progress, now: float) -> str:
 
 def _polling(pid: int) -> float:
     """Returns the processor seconds of the thread in which torch.distributed.rpc polls shared memory all the time."""
-    for task in Path(f"/proc/{pid}/task").glob("*"):
+    for thread in threads(pid):
         with suppress(OSError):
-            if (task / "comm").read_text(encoding="utf-8", errors="replace").strip() == REACTOR:
-                return stat_of(f"{pid}/task/{task.name}")[1]
+            if (thread / "comm").read_text(encoding="utf-8", errors="replace").strip() == REACTOR:
+                return stat_of(f"{pid}/task/{thread.name}")[1]
     return 0.0
 
 
