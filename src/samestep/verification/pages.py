@@ -102,8 +102,8 @@ PAGES = {
         "the optimizer makes another update than in one process",
         "Gradients agree, and what the optimizer makes of them does not: its step is multiplied by the world size, or "
         "it takes a norm, a mean or a matrix factor over a rank's shard instead of the whole tensor, or each rank has "
-        "state that belongs to all. Or each rank steps with its own gradient and parameters are averaged behind it, which "
-        "is one process's step only for SGD.",
+        "state that belongs to all. Or each rank steps with its own gradient and parameters are averaged behind it, "
+        "which is one process's step only for SGD.",
         "Compute the update from whole tensors and values that all ranks share: all_reduce what is summed over shards, "
         "gather a sharded matrix before it is factored, leave the world size out.",
         "the script alone takes the step from the ranks' parameters, optimizer state, gradients and rates; parameters "
@@ -154,10 +154,10 @@ PAGES = {
     "random-streams": Page(
         "random numbers are equal where they must differ, or the reverse",
         "Equal seeds on all ranks make all ranks draw the same noise and augmentation; workers that are seeded alike "
-        "repeat each other. Ranks of a tensor-parallel group hold the same activations between their layers, and need the "
-        "same dropout there.",
-        "torch.manual_seed(seed + rank) after the model is made, where each rank has samples of its own; one seed for the "
-        "ranks of a tensor-parallel group; no constant seed in worker_init_fn.",
+        "repeat each other. Ranks of a tensor-parallel group hold the same activations between their layers, and need "
+        "the same dropout there.",
+        "torch.manual_seed(seed + rank) after the model is made, where each rank has samples of its own; one seed for "
+        "the ranks of a tensor-parallel group; no constant seed in worker_init_fn.",
         "what the script draws while it trains, compared between ranks and workers",
     ),
     "steps-differ": Page(
