@@ -131,6 +131,7 @@ def test_a_hang_shows_where_every_rank_stood(two_ranks):
     assert "in wait_for_rank_one_for_ever" in str(failure.value)
 
 
+@pytest.mark.prove
 def test_run_ranks_starts_fresh_processes():
     assert run_ranks(total, 2, 1) == [3, 3]
 

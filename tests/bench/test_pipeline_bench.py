@@ -43,6 +43,7 @@ def measured_and_taken():
         return pipeline.in_pairs(world, model, plan, batch, 2)
 
 
+@pytest.mark.prove
 def test_every_prediction_is_measured_beside_its_steps(two_ranks):
     (ours, predicted), (_, same) = two_ranks(lambda: small(measured_and_taken, (), pipeline, SAMPLES=32, WIDTH=64))
     assert len(ours) == len(predicted) == 2

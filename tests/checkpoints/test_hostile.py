@@ -447,7 +447,8 @@ SEVERAL = [  # that are refused in other places: the folder, the manifest, its n
 ]
 
 
-@pytest.mark.parametrize("cases", [SEVERAL, pytest.param(list(CASES), marks=pytest.mark.prove)], ids=["several", "all"])
+@pytest.mark.prove
+@pytest.mark.parametrize("cases", [SEVERAL, list(CASES)], ids=["several", "all"])
 def test_a_run_sets_it_aside_and_resumes_from_the_one_before(good, tmp_path, cases):
     runs = []
     for number, case in enumerate(cases):

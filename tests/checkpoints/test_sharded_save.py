@@ -36,7 +36,7 @@ def _alone():
 WIDE = {"HSDP", "FSDP and TP", "blocks"}  # need a mesh of two axes
 
 
-REPRESENTATIVES = {"FSDP", "HSDP", "blocks"}  # one axis, copies, and two axes; the rest in `make prove`
+REPRESENTATIVES = {"FSDP", "blocks"}  # one axis, and two axes; the rest in `make prove`
 
 
 @pytest.mark.parametrize(

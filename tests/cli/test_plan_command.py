@@ -225,6 +225,7 @@ def test_this_machine_has_no_more_ranks_than_its_quota_has_cores(monkeypatch) ->
     assert measure_cluster.devices() == 2
 
 
+@pytest.mark.prove
 def test_without_a_cluster_file_the_links_of_this_machine_are_measured(two_ranks, monkeypatch) -> None:
     monkeypatch.setattr(measure_cluster, "devices", lambda: 2)
     monkeypatch.setattr(

@@ -196,6 +196,7 @@ def test_a_billion_samples_are_audited_in_constant_memory():
         tracemalloc.stop()
 
 
+@pytest.mark.prove
 def test_random_runs_that_lose_or_repeat_are_found_out():
     """200 runs of random steps, in half of which a resume went on at a wrong position: simulated against a count."""
     draw = random.Random(1)

@@ -126,6 +126,7 @@ sys.exit(main(["doctor", "--json", "found.json"]))
 """
 
 
+@pytest.mark.prove
 def test_processes_of_mpiexec_are_looked_at_together(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     command = [mpiexec(), "-n", "2", sys.executable, "-P", "-c", QUICK]

@@ -167,6 +167,7 @@ def _resumed(number: int, folder: str, stop_after: int) -> tuple[int, list[torch
         return began, host(model), torch.rand(1, device=world.device).item()
 
 
+@pytest.mark.prove
 def test_a_checkpoint_goes_from_gpus_to_cpus_and_back(two_ranks: Callable, tmp_path: Path) -> None:
     whole = two_ranks(_resumed, 0, str(tmp_path / "whole"), 0)[0][1]
     for start, end in ((2, 0), (0, 2)):
@@ -260,6 +261,7 @@ def _counted() -> tuple[int, str]:
     return torch.cuda.device_count(), str(torch.ones(1, device="cuda").device)
 
 
+@pytest.mark.prove
 def test_spawned_ranks_make_gpus_where_the_variable_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAMESTEP_FAKE_GPUS", "2")
     assert samestep.spawn(_counted, 2) == [(2, "cuda:0"), (2, "cuda:0")]

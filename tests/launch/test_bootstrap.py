@@ -144,8 +144,8 @@ def test_a_real_time_signal_ends_its_rank_and_not_the_launcher(folder):
 @pytest.mark.parametrize(
     ("closed", "start"),
     [
-        ((0, 1, 2), "fork"),
-        ((0,), "spawn"),
+        pytest.param((0, 1, 2), "fork", marks=pytest.mark.prove),
+        pytest.param((0,), "spawn", marks=pytest.mark.prove),
         pytest.param((1,), "spawn", marks=pytest.mark.prove),
         pytest.param((2,), "spawn", marks=pytest.mark.prove),
         ((0, 1, 2), "spawn"),

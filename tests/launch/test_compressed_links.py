@@ -56,6 +56,7 @@ def on_both(lab, folder, *command):
     return said
 
 
+@pytest.mark.prove
 def test_int8_puts_a_quarter_of_the_bytes_on_the_wire(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     with hosts(tmp_path, 2, servers=False) as lab:

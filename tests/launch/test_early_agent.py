@@ -68,6 +68,7 @@ def test_tasks_of_another_launcher_begin_none():
     assert fresh("-n 2 train.py", "print(len(early_agent._waiting))", PMI_RANK="0") == ["0", "no child is left"]
 
 
+@pytest.mark.prove
 def test_it_serves_once_torch_is_imported():
     then = """
 from samestep.launch.link import Link

@@ -11,7 +11,7 @@ from samestep.launch.link import pair
 FEW = 40
 
 
-@pytest.mark.parametrize("start", [pytest.param("fork", marks=pytest.mark.prove), "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.prove)])
 def test_ranks_start_where_few_files_may_be_open_and_see_that_limit_themselves(folder, start):
     script = folder.script("import resource\nprint('limit', *resource.getrlimit(resource.RLIMIT_NOFILE))")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

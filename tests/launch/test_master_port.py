@@ -42,6 +42,7 @@ def test_a_host_that_cannot_reach_itself_says_so_at_once(tmp_path):
     assert line.endswith("ip link set lo up")
 
 
+@pytest.mark.prove
 def test_the_store_answers_once_torch_is_imported_and_on_the_loopback_address_alone():
     done = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True, check=True)
     port = done.stdout.split()[-1]

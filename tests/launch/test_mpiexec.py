@@ -56,7 +56,8 @@ def test_the_culprit_is_named_and_all_tasks_leave_with_its_code(folder):
     assert folder.result["failure"]["rank"] == 1
 
 
-@pytest.mark.parametrize("busy", [pytest.param("dist.barrier()", marks=pytest.mark.prove), "threading.Event().wait()"])
+@pytest.mark.prove
+@pytest.mark.parametrize("busy", ["dist.barrier()", "threading.Event().wait()"])
 def test_mpiexec_itself_ends_when_a_rank_of_a_plain_script_raises(folder, busy):
     """Whether the others have lost it, or are told to leave: mpiexec passes on what all codes have in common."""
     (folder.path / "train.py").write_text(

@@ -188,6 +188,7 @@ def test_a_host_that_is_lost_for_the_second_time_has_used_the_restarts_up(lab, s
     assert err.count("trying to start its agent again") == 1
 
 
+@pytest.mark.prove
 def test_a_replacement_of_another_version_is_turned_away_until_it_is_fixed(lab, start, folder):
     wrong = folder.path / "wrong"
     python = other_version_on(lab, "node2", folder.path, "9.9.9", only_if=wrong)

@@ -47,6 +47,7 @@ def test_a_host_that_imports_for_long_is_not_lost(start, folder):
     assert sorted(out.splitlines()) == ["[rank 0] 2", "[rank 1] 2"]
 
 
+@pytest.mark.prove
 def test_a_host_that_is_cut_off_while_it_imports_is_lost(lab, start, folder):
     process = start(600)
     while not (folder.path / "importing").exists():

@@ -38,7 +38,7 @@ print(meet(), os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["LOCAL_WO
     ("tasks", "ranks", "size"),
     [
         (["-N2", "-n2"], [], 2),
-        (["-N2", "--ntasks-per-node=1"], ["-n", "2"], 4),
+        pytest.param(["-N2", "--ntasks-per-node=1"], ["-n", "2"], 4, marks=pytest.mark.prove),
         pytest.param(["-N2", "-n4"], [], 4, marks=pytest.mark.prove),
         pytest.param(["-N2", "-n3"], [], 3, marks=pytest.mark.prove),
     ],

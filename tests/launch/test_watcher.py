@@ -130,6 +130,7 @@ def assert_named(fault, err):
     assert any("ranks 0, 2 lost their connection to it" in line for line in said)
 
 
+@pytest.mark.prove
 def test_torchrun_starts_ranks_again_which_join_again_and_sees_the_one_that_failed_end_first(start):
     """A rank that lost its connection to a peer waits for the watcher's words before it leaves."""
     once = "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise KeyError('once')\n        os._exit(3)"

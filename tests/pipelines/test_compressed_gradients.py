@@ -101,6 +101,7 @@ def test_two_stages_of_two_replicas_have_the_bits_of_one(four_ranks, one_stage, 
     assert sum(sent for _, sent in two) == sum(sent for _, sent in one)
 
 
+@pytest.mark.prove
 def test_what_is_owed_is_saved_and_goes_on_in_another_cut(four_ranks, one_stage, tmp_path):
     """Five steps, three in another cut, and the rest as before."""
     path = tmp_path / "run"

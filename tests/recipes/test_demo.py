@@ -56,6 +56,7 @@ def test_it_fails_when_the_training_failed(monkeypatch):
     assert demo.main() == 1
 
 
+@pytest.mark.prove
 def test_twenty_steps_move_the_parameters_far_beyond_the_tolerance():
     assert float((equality.trained(1) - equality.trained(20)).abs().max()) > 0.01
 

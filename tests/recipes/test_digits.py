@@ -70,6 +70,7 @@ def test_torchrun_trains_it_on_two_processes(tmp_path):
     assert "2 epochs, 2 ranks" in ended.stdout
 
 
+@pytest.mark.prove
 def test_a_run_stopped_after_an_epoch_goes_on_as_if_it_had_not(tmp_path, capsys):
     common = ["--epochs"]
     assert digits.main([*common, "2", "--checkpoint", str(tmp_path / "whole")]) == 0
@@ -115,7 +116,7 @@ def test_a_finished_training_is_evaluated_again(tmp_path, capsys):
     assert share(capsys.readouterr().out) == first
 
 
-@pytest.mark.parametrize("precision", ["bf16", "float64"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.prove), "float64"])
 def test_losses_are_never_in_less_than_float32(monkeypatch, capsys, precision):
     taken, mean = set(), samestep.Shards.mean
 
@@ -129,6 +130,7 @@ def test_losses_are_never_in_less_than_float32(monkeypatch, capsys, precision):
     assert share(capsys.readouterr().out) > 50
 
 
+@pytest.mark.prove
 def test_workers_and_micro_batches_train_too(capsys):
     assert digits.main(["--epochs", "2", "--workers", "1", "--micro-batch-size", "24"]) == 0
     assert share(capsys.readouterr().out) > 80

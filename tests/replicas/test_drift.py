@@ -417,6 +417,7 @@ def state_of_the_first(training):
         training.optimizer.param_groups[0].update(lr=0.3, betas=(0.5, 0.6))
 
 
+@pytest.mark.prove
 def test_repair_covers_the_optimizer_where_it_is_compared(three_ranks):
     results = three_ranks(repaired, True, state_of_the_first)
     for _, _, later, state, group, counts, _ in results:

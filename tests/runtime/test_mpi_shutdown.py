@@ -81,6 +81,7 @@ def test_a_rank_that_waits_for_a_message_of_one_that_has_ended_is_freed(mpi, tmp
     assert "rank 1 has ended, and this rank waits for it in recv" in done.stderr
 
 
+@pytest.mark.prove
 def test_waiting_inside_mpi_is_freed_too(tmp_path):
     text = """
         group = dist.new_group(pg_options={"waiting": "blocking"})

@@ -132,6 +132,7 @@ def samestep(*words, **extra):
     )
 
 
+@pytest.mark.prove
 def test_hello_is_said_and_sent_and_received(tmp_path):
     mpiexec("mpich", 1, "true")  # skips where it is missing
     done = samestep("run", "--mpi", "-n", "2", "--run-dir", tmp_path / "run", HELLO)

@@ -168,7 +168,7 @@ def tried(target, examples):
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.__name__)
 def test_what_strangers_write_is_refused_in_words(target):
-    tried(target, 25 if target in DRAWN else 100)()
+    tried(target, 12 if target in DRAWN else 50)()
 
 
 @pytest.mark.prove

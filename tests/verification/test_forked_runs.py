@@ -79,7 +79,11 @@ def test_what_was_imported_before_is_changed_wherever_somebody_has_it(tmp_path: 
 
 @pytest.mark.fresh_interpreter
 @pytest.mark.parametrize(
-    ("first", "forked"), [("", True), ("os.environ['OMP_NUM_THREADS'] = '1'", False)], ids=["forked", "fresh"]
+    ("first", "forked"),
+    [
+        pytest.param("", True, id="forked", marks=pytest.mark.prove),
+        pytest.param("os.environ['OMP_NUM_THREADS'] = '1'", False, id="fresh"),
+    ],
 )
 def test_ranks_are_forked_with_one_seed_unless_the_script_must_find_no_torch(
     tmp_path: Path, first: str, forked: bool

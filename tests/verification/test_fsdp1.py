@@ -381,7 +381,7 @@ def test_what_is_saved_whole_and_loaded_goes_on(reports: Lazily[Report], name: s
         pytest.param("changed on one rank", "initial-state-differs", marks=pytest.mark.prove),
         pytest.param("changed on one rank, original", "initial-state-differs", marks=pytest.mark.prove),
         pytest.param("replica changed on one rank", "initial-state-differs", marks=pytest.mark.prove),
-        ("second model not wrapped", "gradients-not-synchronised"),
+        pytest.param("second model not wrapped", "gradients-not-synchronised", marks=pytest.mark.prove),
         pytest.param("normalised in shards", "gradient-differs", marks=pytest.mark.prove),
         pytest.param("steps scaled in shards", "update-differs", marks=pytest.mark.prove),
         pytest.param("never synchronised", "gradients-not-synchronised", marks=pytest.mark.prove),
