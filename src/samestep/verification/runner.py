@@ -70,6 +70,7 @@ class Runner:
     say: Say  # is told what goes on
     files: Files  # keeps the files of the runs apart
     fork_server: PreforkServer | None = None  # forks the runs that need no fresh interpreters; None where all do
+    batch_after_batch: bool = False  # whether one process gets the ranks' batches one after the other, and not joined
     gpus_of_one: dict[str, str] = field(default_factory=dict)  # variables that show one process a rank's GPUs alone
     _is_over: Event = field(default_factory=Event)
     _lock: Lock = field(default_factory=Lock)
@@ -109,6 +110,7 @@ class Runner:
         """Runs it in one process on what `ranks` have used, by default all; `order` is for :class:`Alone`."""
         chosen = [rank.number for rank in record.data.ranks] if ranks is None else ranks
         order = {"recorded": str(record.folder), "ranks": chosen, "together": record.size, **order}
+        order |= {"batch_after_batch": True} if self.batch_after_batch else {}
         self._begin(f"the script alone, {name}")
         run = self._run(name, 1, _ALONE, order, self.fork_server)
         if self.gpus_of_one and record.steps and not run.steps:  # it may insist on more GPUs

@@ -175,6 +175,11 @@ def _both(runner: Runner, steps: int, passes: int, name: str, *, keep_all: bool 
     if is_pipeline and not recorded.has_failed:
         return recorded, None
     whole = runner.alone(name, record)
+    if not recorded.has_failed and InStep(record, whole).may_accumulate_in_turn:
+        runner.batch_after_batch = True
+        in_turn = runner.alone(f"{name}, one rank's after the other's", record)
+        runner.batch_after_batch = InStep(record, in_turn).is_in_step
+        whole = in_turn if runner.batch_after_batch else whole
     if whole.unjoinable is not None and not recorded.has_failed:  # what does not depend on the samples is compared
         alone = runner.alone(f"{name}, of one rank", record, [record.data.ranks[0].number])
         whole = whole if alone.has_failed else replace(alone, apart=whole.unjoinable)

@@ -5,8 +5,9 @@ g    of the ranks          r    of the script alone, with all samples          s
 g = c·r                    a wrong scale: c = 1/N says that a sum was averaged
 g = Σ s                    added up, where only a part of each loss is meant to be
 g = mean(s), r = Σ wᵢ·sᵢ   a mean of means: the ranks' parts count alike though they are not alike in size
-g = mean(s), r otherwise   the loss of the whole batch is no mean over its parts (in-batch negatives): declared; or
-                           something is carried from step to step, by each rank for itself
+g = mean(s), r otherwise   the loss of the whole batch is no mean over its parts (in-batch negatives, a ratio of sums);
+                           a note where BatchNorm of a rank's samples declares it; or something is carried from step
+                           to step, by each rank for itself
 anything else              is told with its worst tensor, or with a buffer that differs between ranks
 """
 
@@ -194,11 +195,15 @@ class Explanations:
         )
 
     def _scaled(self, event: Event, factor: float, right: list[str]) -> Finding:
-        """Of gradients that are a multiple of one process's, except those that are `right`."""
+        """Of gradients that are a multiple of one process's, except those that are `right`.
+
+        A rate that is larger by as much as gradients are smaller makes the same step of them, where a step is linear in
+        both.
+        """
         size, micro = self._record.size, max(event["micro"], 1)
         cause, fix = _meaning(factor, size, micro)
         which = f"every gradient except that of {listed(right)}" if right else "every gradient"
-        return Finding(
+        found = Finding(
             code="gradient-scale",
             step=event["event"],
             factor=round(factor, 6),
@@ -206,6 +211,22 @@ class Explanations:
             cause=f"at step {event['event']} {which} is {factor:.4f} times that of one process: {cause}",
             fix=fix,
         )
+        if right or not self._is_made_up_for(event, factor):
+            return found
+        told = f"the rate makes up for it: {1 / factor:.4g} times one process's, with SGD, whose step is linear in both"
+        return replace(found, severity="note", cause=f"{found.cause}; {told}", fix=None)
+
+    def _is_made_up_for(self, event: Event, factor: float) -> bool:
+        """Whether every step is the rate times the gradient, or their sum over steps, and the product is the same."""
+        optimizers = {one["number"]: one for one in self._record.ranks[0].of("optimizer")}
+        alone = [one for rank in self._whole.record.ranks for one in rank.of("rates")]
+        step = event["event"], event["optimizer"]
+        told = [one["rates"] for one in alone if (one["event"], one["optimizer"]) == step]
+        decays = any(group.get("weight_decay") for group in event["settings"])
+        clips = any(one["window"] == event["window"] for one in self._record.ranks[0].of("clip"))
+        is_linear = optimizers.get(event["optimizer"], {}).get("name") == "SGD" and not (decays or clips)
+        rates = list(zip(event["rates"], told[0] if told else [], strict=False))
+        return is_linear and bool(rates) and all(abs(factor * mine - one) <= _SAME * one for mine, one in rates)
 
     def _mean_of_means(self, event: Event, weights: tuple[float, ...]) -> Finding:
         shares = ", ".join(f"{weight:.3f}" for weight in weights)
@@ -220,14 +241,17 @@ class Explanations:
         )
 
     def _composed(self, event: Event) -> Finding:
+        is_declared = has_local_norms(self._record)
         return Finding(
             code="gradient-differs",
-            severity="note",
+            severity="note" if is_declared else "error",
             step=event["event"],
             where=self._backward(event),
-            cause="the loss of the whole batch is no mean over its parts (it compares samples with each other, say), "
-            "so N ranks and one process train on different losses; the ranks' average is right for what they compute",
-            fix="gather what is compared from all ranks, with gradients, if the whole batch is meant",
+            cause="the loss of the whole batch is no mean over its parts (it compares samples with each other, or is a "
+            "ratio of two sums over them, say), so N ranks and one process train on different losses; the ranks' "
+            "average is right for what they compute",
+            fix="gather what is compared from all ranks, with gradients, or add up the sums of all ranks before they "
+            "are divided",
         )
 
     def _hooked(self, event: Event, apart: numerics.Distance, hook: Event, scaled: Finding | None) -> Finding:
@@ -268,6 +292,11 @@ class Explanations:
         window = self._record.ranks[0].by_window.get(event["window"], [])
         where: str = next((one["where"] for one in reversed(window) if one["kind"] == "backward"), event["where"])
         return where
+
+
+def has_local_norms(record: Record) -> bool:
+    """Returns whether a model has BatchNorm of each rank's own samples, which nobody takes for that of all."""
+    return any(event.get("local_norms") for event in record.ranks[0].of("wrap"))
 
 
 def _right(recorded: numerics.Gradients, alone: numerics.Gradients, factor: float) -> list[str]:

@@ -53,6 +53,21 @@ class InStep:
         return {window for ends in told for window in range(min(ends), max(ends) + 1)}
 
     @property
+    def is_in_step(self) -> bool:
+        """Whether it ends its steps at the ranks' batches, and takes as many."""
+        return not self._apart and not self.whole.has_failed and self._goes_on is None
+
+    @property
+    def may_accumulate_in_turn(self) -> bool:
+        """Whether one process may take the ranks' steps if it gets their micro-batches one after the other.
+
+        Ranks may accumulate so many that all together have one number: given theirs joined, one process takes more.
+        """
+        several = any(step["micro"] > 1 for step in self.record.ranks[0].steps) if self.record.ranks else False
+        is_known = not self.whole.has_failed and self.whole.unjoinable is None and are_loaded(self.record)
+        return several and is_known and self._is_a_difference and not self._skips
+
+    @property
     def until(self) -> float:
         """The first window that it ends at other batches, but for a scaler's."""
         return math.inf if self._skips or not self._apart else _begin(self._apart[0])

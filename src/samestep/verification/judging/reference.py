@@ -15,7 +15,7 @@ from samestep.verification.journal import Event
 from samestep.verification.judging import average, by_hand, by_rank, in_turn, repeated
 from samestep.verification.judging import local_steps as local
 from samestep.verification.judging.average import EVERY_ZERO
-from samestep.verification.judging.explanations import Explanations
+from samestep.verification.judging.explanations import Explanations, has_local_norms
 from samestep.verification.judging.in_step import InStep, chance_of
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.rates import Rates
@@ -403,7 +403,7 @@ class Comparison:
         return None if self.others.in_float64 is None else self.others.in_float64()
 
     def _cover(self, margin: str, report: Report) -> None:
-        has_norms = any(event.get("local_norms") for event in self.record.ranks[0].of("wrap"))
+        has_norms = has_local_norms(self.record)
         told = f"with BatchNorm statistics of each rank's samples: {margin}" if has_norms else margin
         report.cover("gradients", DECLARED if has_norms else AGREES, told)
 

@@ -15,7 +15,7 @@ from samestep.verification import numerics
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.average import calls_in
-from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.record import REDUCING, Rank, Record
 from samestep.verification.judging.single import Run
 
 __all__: list[str] = []
@@ -68,19 +68,29 @@ def _are_replicas(first: Rank, other: Rank) -> bool:
 def _told(record: Record, pair: tuple[Rank, Rank], steps: Sequence[Event]) -> Finding:
     first, other = pair
     told = {tuple(calls_in(first, step["window"])) for step in steps}
-    is_fixed = len(told) == 1
+    is_fixed, brings_together = len(told) == 1, _brings_together(record, steps)
     which = "one fixed batch at every step" if is_fixed else "the same samples at every step"
+    why = f"{record.size} ranks train on fewer samples than they compute"
+    if not brings_together:
+        why = "nothing is brought together between the ranks, so each trains the whole model by itself"
     return Finding(
         code="samples-repeated",
-        severity="note" if is_fixed else "error",
+        severity="note" if is_fixed or not brings_together else "error",
         rank=other.number,
         step=steps[0]["event"],
         where=_drawn_at(first, other, steps) or first.backward_of(steps[0]),
         cause=f"rank {other.number} trains on {which}, those of rank {first.number}, and computes the same gradient: "
-        f"{record.size} ranks train on fewer samples than they compute",
+        f"{why}",
         fix="draw the samples from a generator that is seeded with the rank (torch.manual_seed(seed + rank) once the "
         "model is made), or let each rank take its own part of them",
     )
+
+
+def _brings_together(record: Record, steps: Sequence[Event]) -> bool:
+    """Whether gradients are averaged: by a wrapper, or by what the ranks reduce in one of these steps."""
+    windows = {step["window"] for step in steps}
+    calls = (call for window in windows for call in record.ranks[0].by_window.get(window, ()))
+    return bool(record.wrappers) or any(call["kind"] == "collective" and call["op"] in REDUCING for call in calls)
 
 
 def _drawn_at(first: Rank, other: Rank, steps: Sequence[Event]) -> str | None:

@@ -113,6 +113,31 @@ def are_loaded(record: Record) -> bool:
     return any(event["training"] for rank in record.ranks for event in rank.of("batch"))
 
 
+def cut_after_loading(record: Record) -> bool:
+    """Returns whether all ranks load the same batches, and the model of each gets a part of its own of them."""
+    ranks = record.data.ranks
+    told = [_used_of_loaded(rank) for rank in ranks]
+    windows = [window for window in told[0] if all(window in theirs for theirs in told)] if len(told) > 1 else []
+    for window in windows:
+        loaded, used = zip(*(theirs[window] for theirs in told), strict=True)
+        together: set[str] = set().union(*used)
+        is_one = bool(loaded[0]) and all(batches == loaded[0] for batches in loaded)
+        if not is_one or sum(map(len, used)) > len(together) or len(together) > sum(map(len, loaded[0])):
+            return False
+    return bool(windows)
+
+
+def _used_of_loaded(rank: Rank) -> dict[int, tuple[list[list[str]], set[str]]]:
+    """Window -> the rows of each batch that was loaded in it, and those that models got of them."""
+    found: dict[int, tuple[list[list[str]], set[str]]] = {}
+    for event in rank.of("used"):
+        found.setdefault(event["window"], ([], set()))[1].update(event["rows"])
+    for event in rank.of("batch"):
+        if event["training"] and event["window"] in found:
+            found[event["window"]][0].append(event["rows"])
+    return found
+
+
 def loads_for_all(record: Record) -> int | None:
     """Returns the one rank that loads what all train on, and sends it on; None where several load."""
     loading = [rank.number for rank in record.ranks if any(one.is_training for one in passes(rank))]
@@ -130,6 +155,8 @@ def judge(record: Record, report: Report, own_pace: OwnPace | None = None) -> No
     report.add(_shared(record))
     record = record.data
     training = [group for group in together(record) if all(one.is_training for one in group)]
+    if cut_after_loading(record):  # each sample once, then, is each sample once on each of them
+        training = [group[:1] for group in training]
     if not training:
         report.cover(
             "data", unchecked("no DataLoader tells which samples were trained on, and no gradients were compared")

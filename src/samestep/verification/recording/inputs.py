@@ -32,6 +32,7 @@ class Inputs:
         untrained: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self.evaluated: Callable[[], str | None] = lambda: None  # the evaluation whose data no DataLoader tells
+        self.fed: Callable[[], int | None] = lambda: None  # the window whose batches a DataLoader tells, if of interest
         self._untrained = untrained
         self._journal = journal
         self._forwarding = forwarding
@@ -101,11 +102,14 @@ class Inputs:
         self._forwarding(model, args)
         phase = None if torch.is_grad_enabled() else self.evaluated()
         window = self._wanted() if torch.is_grad_enabled() else None
-        given = [] if phase is None and window is None else self._given([*args, *kwargs.values()])
+        fed = self.fed() if torch.is_grad_enabled() else None
+        given = [] if {phase, window, fed} == {None} else self._given([*args, *kwargs.values()])
         if phase is not None and given:
             self._journal.write("seen", phase=phase, rows=row_digests(given))
         if window is not None and given:
             self._journal.write("input", window=window, rows=row_digests(given))
+        if fed is not None and given:
+            self._journal.write("used", window=fed, rows=row_digests(given))
 
     def _given(self, values: list[Any]) -> list[Any]:
         """Leaves out what a model has computed, such as the pictures of a generator: that is no sample."""

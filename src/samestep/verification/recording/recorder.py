@@ -47,6 +47,7 @@ MOST_EVALUATED = 4  # and so many in which an evaluation runs
 MOST_AVERAGED = 8  # and so many uses of models that no optimizer steps, whose parameters are told
 MOST_REPLICAS = 16  # looks at copies of a model while no step is seen
 _MASKED, MOST_MASKS = 4, 16  # windows, and masks of each, that are compared where ranks hold parts of layers
+_CUT = 3  # windows in which is told what models get of the batches that a DataLoader has yielded
 _NOISY = 4  # and so many batches of a pass for which a dataset's own generators are looked at
 WHOLE = 2  # passes over each loader whose samples are all told
 
@@ -60,6 +61,7 @@ class Recorder(Witness):
         self.rank = seat.rank
         folder = Path(order["folder"])
         self.attend(order, folder / SPAWNED if seat.spawned else folder, seat, self._unseen_window)
+        self.inputs.fed = self._fed_window
         self._limit = Limit(order["steps"], order.get("passes", 0))
         self._open: dict[Pass, PassIterator] = {}  # passes that are not over
         self._lengths: dict[str, int | None] = {}  # of loaders
@@ -213,6 +215,10 @@ class Recorder(Witness):
         return None
 
     # --- windows -----------------------------------------------------------------------------
+
+    def _fed_window(self) -> int | None:
+        """The window at hand, if DataLoaders tell its batches and it is one of the first: a script may cut them."""
+        return self.window if self._is_fed and self.window < _CUT else None
 
     def _unseen_window(self) -> int | None:
         """The window at hand, if no DataLoader tells what it trains on."""

@@ -25,7 +25,7 @@ from samestep.launch.rank.observers import RankContext
 from samestep.rankenv import variable
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record, read
-from samestep.verification.judging.samples import passes
+from samestep.verification.judging.samples import cut_after_loading, passes
 from samestep.verification.recording.optimizers import digests, state_of, uncut
 from samestep.verification.recording.spawning import for_one_rank, run_as_one_rank, target_of
 from samestep.verification.recording.witness import StopRecording, Witness
@@ -58,6 +58,8 @@ class Alone(Witness):
         self._known: set[int] = set()  # the optimizers whose parameters were put back when the window began
         self._placed = -1  # the window in which a new model was looked for
         self._compares = True  # the step at hand is taken from the ranks' parameters
+        self._cuts_after_loading = len(self._ranks) > 1 and cut_after_loading(self.record)
+        self._batch_after_batch: bool = order.get("batch_after_batch", False)  # each rank's by itself, and not joined
         self._replayed = self._training_passes()
         first = self.record.ranks[0] if self.record.ranks else Rank(0, [])
         self._steps, self._last = first.steps, _last(self.record)
@@ -120,7 +122,8 @@ class Alone(Witness):
         if self.order.get("own_lengths"):
             return own
         recorded = self._lengths.get(key)
-        return own if recorded is None else int(recorded)
+        times = len(self._ranks) if self._batch_after_batch else 1
+        return own if recorded is None else times * int(recorded)
 
     def on_pass(self, epoch: LoaderPass, own: PassIterator) -> Iterator[Any]:
         """Yields what the ranks have used together, where they have trained on it."""
@@ -147,9 +150,16 @@ class Alone(Witness):
             first = next(iter(events.values()))
             self._keep_pace(first["loaded"] if "loaded" in first else first["window"])
             self.open_window()
+            if self._batch_after_batch:
+                for rank, event in events.items():
+                    self._note_sizes([event["size"]], anew=not index or "loaded" not in first)
+                    yield self.given(self._joined([(rank, event)], epoch.loader))
+                continue
             chosen = self._whole_window(parts, index) if first["window"] in self._merged else [*events.items()]
             if self._only is not None and first["window"] == self._only[0]:
                 chosen = [(rank, event) for rank, event in chosen if rank == self._only[1]]
+            if self._cuts_after_loading:
+                chosen = [(rank, event) for rank, event in chosen if rank == self._ranks[0]]
             chosen = chosen * 2 if self.order.get("twice") else chosen
             self._note_sizes([event["size"] for _, event in chosen], anew=not index or "loaded" not in first)
             yield self.given(self._joined(chosen, epoch.loader))
