@@ -88,7 +88,7 @@ def test_a_gradient_that_is_right_is_excepted_from_a_factor_of_the_others() -> N
         (MEAN, 0.75 * ONE + 0.25 * OTHER, "error", "one process weighs them 0.750, 0.250, the ranks 0.500 each"),
         (ONE + OTHER, APART, "error", "the ranks' gradients are added up, not averaged"),
         (0.25 * ONE + 0.75 * OTHER, MEAN, "error", "count 0.25, 0.75 times, where a mean counts each 0.5 times"),
-        (MEAN, APART, "note", "the loss of the whole batch is no mean over its parts"),
+        (MEAN, APART, "error", "the loss of the whole batch is no mean over its parts"),
         (APART, MEAN, "error", "the gradients are not those of one process, most of all that of w"),
     ],
     ids=["mean of means", "added up", "weighed", "composed", "unexplained"],
@@ -103,13 +103,37 @@ def test_what_the_ranks_make_of_their_parts_is_told(
     assert report.coverage["gradients"] == ("differs" if severity == "error" else "agrees as declared")
 
 
-@pytest.mark.parametrize(("at_step", "severity"), [((APART, OTHER), "error"), ((ONE, OTHER), "note")])
+def test_batchnorm_of_each_rank_s_samples_declares_a_loss_that_is_no_mean_over_parts(tmp_path: Path) -> None:
+    norms: list[Event] = [{"kind": "start", "local_norms": 2, "parameters": {}}]
+    report = judged(tmp_path, [MEAN], [APART], more=norms)
+    assert [one.severity for one in report.findings] == ["note"]
+    assert report.coverage["gradients"] == "agrees as declared"
+
+
+@pytest.mark.parametrize(
+    ("at_step", "said"),
+    [((APART, OTHER), "carried from step to step"), ((ONE, OTHER), "is no mean over its parts")],
+)
 def test_what_each_rank_carries_from_step_to_step_is_an_error(
-    tmp_path: Path, at_step: tuple[torch.Tensor, torch.Tensor], severity: str
+    tmp_path: Path, at_step: tuple[torch.Tensor, torch.Tensor], said: str
 ) -> None:
     (found,) = judged(tmp_path, [MEAN, MEAN], [MEAN, APART], at_step=at_step).findings
-    assert (found.code, found.severity, found.step) == ("gradient-differs", severity, 1)
-    assert ("carried from step to step" in found.cause) == (severity == "error")
+    assert (found.code, found.severity, found.step) == ("gradient-differs", "error", 1)
+    assert said in found.cause
+
+
+@pytest.mark.parametrize(
+    ("rate", "name", "decay", "severity"),
+    [(0.2, "SGD", 0.0, "note"), (0.1, "SGD", 0.0, "error"), (0.2, "Adam", 0.0, "error"), (0.2, "SGD", 0.01, "error")],
+    ids=["made up for", "the same rate", "not linear", "with weight decay"],
+)
+def test_a_rate_makes_up_for_gradients_that_are_smaller_by_as_much(
+    tmp_path: Path, rate: float, name: str, decay: float, severity: str
+) -> None:
+    more: list[Event] = [{"kind": "optimizer", "number": 0, "name": name, "where": "train.py:9"}]
+    settings = [{"weight_decay": decay, "momentum": 0.9}]
+    report = judged(tmp_path, [MEAN / 2], [MEAN], more=more, rates=[rate], settings=settings)
+    assert [one.severity for one in report.findings if one.code == "gradient-scale"] == [severity]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +258,7 @@ def test_a_part_of_the_loss_that_is_a_sum_is_found(tmp_path: Path) -> None:
     (error,) = judged(tmp_path / "1", [(parts[0] + parts[1]) / 2], [whole], parts=parts, twice=doubled).errors
     assert "a part of the loss is a sum over a rank's samples" in error.cause
     report = judged(tmp_path / "2", [(parts[0] + parts[1]) / 2], [APART], parts=parts, twice=doubled)
-    assert [one.severity for one in report.findings] == ["note"]  # a loss that compares samples
+    assert "is no mean over its parts" in report.errors[0].cause  # a loss that compares samples
 
 
 def test_a_part_of_the_loss_that_is_a_mean_over_unlike_parts_is_found(tmp_path: Path) -> None:

@@ -233,6 +233,20 @@ def test_an_order_that_no_sampler_is_asked_to_shuffle_may_repeat(*, draws: bool,
     assert found == ([("same-order-every-epoch", "error")] if draws or shuffles else [])
 
 
+@pytest.mark.parametrize(
+    ("used", "is_found"),
+    [((["x0"], ["x1"]), False), ((["x0", "x1"], ["x0", "x1"]), True), ((["y0", "y1"], ["z0", "z1"]), True)],
+    ids=["cut", "whole", "whole, with noise of their own"],
+)
+def test_ranks_that_load_one_batch_and_cut_it_use_no_sample_twice(
+    used: tuple[list[str], list[str]], *, is_found: bool
+) -> None:
+    about: dict[str, Any] = {"samples": 2, "sampler": "RandomSampler"}
+    ranks = [[*passed([1, 0], **about), {"kind": "used", "window": 0, "rows": rows}] for rows in used]
+    found = codes(samples, record(*ranks))
+    assert found == ([("samples-repeated", "error")] if is_found else [])
+
+
 @pytest.mark.parametrize(("workers", "is_found"), [(0, False), (1, True)])
 def test_a_dataset_s_own_epoch_needs_no_other_order(*, workers: int, is_found: bool) -> None:
     """Samples may depend on it alone; workers may live on with a copy that never knows it."""

@@ -145,11 +145,16 @@ def test_parameters_that_are_saved_without_their_buffers_are_found() -> None:
     assert judged(save({"w": "p1"}, state=STATE | {"buffers": {"mask": "constant"}})).findings == []
 
 
-def test_parameters_that_do_not_come_back_are_named() -> None:
-    report, going_on = Report(ranks=1), [step(1, "h", parameters={"w": "drawn anew"}), stepped(1)]
+@pytest.mark.parametrize(("shape", "is_found"), [([4], True), ([5], False)], ids=["lost", "another model's"])
+def test_parameters_that_do_not_come_back_are_named(shape: list[int], *, is_found: bool) -> None:
+    report, going_on = Report(ranks=1), [step(1, "h", optimizer=1, parameters={"w": "drawn anew"}), stepped(1)]
+    names = [
+        {"kind": "names", "optimizer": number, "names": ["w"], "shapes": [one]}
+        for number, one in ((0, [4]), (1, shape))
+    ]
     events = [save(WHOLE), load(WHOLE), resumed()]
-    storage.judge(record([step(0, "g"), stepped(0), *events, *going_on]), report)
-    assert ["and the parameters did not come back" in one.cause for one in report.errors] == [True]
+    storage.judge(record([*names, step(0, "g"), stepped(0), *events, *going_on]), report)
+    assert ["and the parameters did not come back" in one.cause for one in report.errors] == [True] * is_found
 
 
 def test_a_file_that_another_model_is_evaluated_with_is_no_resume() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from journals import Event, chance_findings, record, step, stepped, trained
+from journals import Event, chance_findings, record, step, stepped, trained, wrap
 from lazily import Lazily
 
 import samestep
@@ -297,11 +297,15 @@ def told(folder: Path, *rows: list[Event], own: tuple[torch.Tensor, torch.Tensor
     return repeated.finding(ours, trained(folder / "alone", []), ours.ranks[0].steps)
 
 
-def test_ranks_that_train_on_the_same_samples_at_every_step_are_an_error(tmp_path: Path) -> None:
-    rows = inputs(["a", "b"], ["c", "d"])
+@pytest.mark.parametrize(("is_wrapped", "severity"), [(True, "error"), (False, "note")])
+def test_ranks_that_train_on_the_same_samples_at_every_step_are_an_error(
+    tmp_path: Path, *, is_wrapped: bool, severity: str
+) -> None:
+    """Unless nothing is averaged: then each trains the whole model by itself."""
+    rows = [*([wrap("w")] if is_wrapped else []), *inputs(["a", "b"], ["c", "d"])]
     found = told(tmp_path, rows, rows)
     assert found is not None
-    assert (found.code, found.severity, found.property, found.rank) == ("samples-repeated", "error", "data", 1)
+    assert (found.code, found.severity, found.property, found.rank) == ("samples-repeated", severity, "data", 1)
 
 
 def test_ranks_of_a_tensor_parallel_group_share_a_batch(tmp_path: Path) -> None:

@@ -80,7 +80,8 @@ LEGS = {
     "random": Leg(
         decides=False,
         recorded="draws while training, states of dropout, of workers and of datasets' own generators",
-        reference="the other ranks, and how much one process draws there",
+        reference="the other ranks, and how much one process draws there; for the same values, the ranks that share a "
+        "layer",
         codes=("random-streams",),
     ),
     "control": Leg(

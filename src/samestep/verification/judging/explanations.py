@@ -296,7 +296,7 @@ class Explanations:
 
 def has_local_norms(record: Record) -> bool:
     """Returns whether a model has BatchNorm of each rank's own samples, which nobody takes for that of all."""
-    return any(event.get("local_norms") for event in record.ranks[0].of("wrap"))
+    return any(event.get("local_norms") for event in record.ranks[0].of("wrap", "start"))
 
 
 def _right(recorded: numerics.Gradients, alone: numerics.Gradients, factor: float) -> list[str]:

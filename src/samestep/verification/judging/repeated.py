@@ -87,10 +87,10 @@ def _told(record: Record, pair: tuple[Rank, Rank], steps: Sequence[Event]) -> Fi
 
 
 def _brings_together(record: Record, steps: Sequence[Event]) -> bool:
-    """Whether gradients are averaged: by a wrapper, or by what the ranks reduce in one of these steps."""
-    windows = {step["window"] for step in steps}
-    calls = (call for window in windows for call in record.ranks[0].by_window.get(window, ()))
-    return bool(record.wrappers) or any(call["kind"] == "collective" and call["op"] in REDUCING for call in calls)
+    """Whether gradients are averaged: by a wrapper, or by what the ranks reduce in each of these steps."""
+    windows = [record.ranks[0].by_window.get(step["window"], []) for step in steps]
+    reduces = [any(one["kind"] == "collective" and one["op"] in REDUCING for one in each) for each in windows]
+    return bool(record.wrappers) or all(reduces)
 
 
 def _drawn_at(first: Rank, other: Rank, steps: Sequence[Event]) -> str | None:

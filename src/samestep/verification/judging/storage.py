@@ -218,7 +218,8 @@ def _compared(rank: Rank, event: Event, state: Event) -> Iterator[Finding]:
     where = next((load["where"] for load in rank.of("load") if load["path"] == event["path"]), None)
     if not state["parameters"]:
         return  # saved before there was an optimizer
-    if not _holds(state["parameters"], step["parameters"]):
+    now, others = step["parameters"], _of_other_shapes(rank, step, state)
+    if not _holds(state["parameters"], {name: one for name, one in now.items() if name not in others}):
         if not _goes_on_as_before(rank, step):
             yield _lost(rank, event, where, "the parameters", "load the model's state before the first step")
         return
@@ -313,6 +314,17 @@ def _holds(saved: dict[str, str], now: dict[str, str]) -> bool:
         by_name.setdefault(name.rpartition(": ")[2], set()).add(digest)
     known = [name for name in now if name.rpartition(": ")[2] in by_name]
     return all(now[name] in by_name[name.rpartition(": ")[2]] for name in known)
+
+
+def _of_other_shapes(rank: Rank, step: Event, saved: Event) -> set[str]:
+    """The parameters of a step of whose name a model had none of their shape at the save: another model's."""
+    told = {event["optimizer"]: dict(zip(event["names"], event["shapes"], strict=True)) for event in rank.of("names")}
+    known: dict[str, list[object]] = {}
+    for old in saved["optimizers"]:
+        for name, shape in told.get(old["number"], {}).items():
+            known.setdefault(name.rpartition(": ")[2], []).append(shape)
+    own = told.get(step["optimizer"], {})
+    return {name for name, shape in own.items() if shape not in known.get(name.rpartition(": ")[2], [shape])}
 
 
 def _lost(rank: Rank, event: Event, where: str | None, what: str, fix: str) -> Finding:

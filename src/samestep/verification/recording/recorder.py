@@ -15,7 +15,7 @@ import gc
 import json
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from pickle import PicklingError
 from typing import TYPE_CHECKING, Any
@@ -287,9 +287,12 @@ class Recorder(Witness):
             self._collected_at = -1  # the script may have made its model anew since it has saved
             self._loaded_averaged = self._averages()
         if self.window == 0:
+            from samestep.verification.recording.naming import roots
+
             groups = [group for optimizer in self.optimizers.all for group in optimizer.param_groups]
             numbers = sum(one.numel() for group in groups for one in group["params"])
-            self.journal.write("start", numbers=numbers, **self.optimizers.digests())
+            norms = local_norms_in(one for root in roots() for one in root.modules())
+            self.journal.write("start", numbers=numbers, local_norms=norms, **self.optimizers.digests())
         self._note_window()
         if not evaluating:
             self.trace("forward")
@@ -356,7 +359,7 @@ class Recorder(Witness):
             unknown=why_unknown(model),
             model=type(getattr(model, "module", model)).__name__,
             norms=sum("BatchNorm" in type(part).__name__ for part in model.modules()),
-            local_norms=sum(type(part).__name__ in LOCAL_NORMS for part in model.modules()),
+            local_norms=local_norms_in(model.modules()),
         )
 
     def on_comm_hook(self, name: str, where: str) -> bool:
@@ -648,6 +651,11 @@ def _held_against(right: dict[str, Any], added: dict[str, Any], **fields: Any) -
     unit = max((torch.finfo(one.dtype).eps for one in added.values()), default=0.0)
     found = distance(added, right)
     return {**fields, "worst": found.worst, "tensor": found.tensor, "unit": unit}
+
+
+def local_norms_in(modules: Iterable[Any]) -> int:
+    """Returns how many modules normalise by a rank's own samples."""
+    return sum(type(one).__name__ in LOCAL_NORMS for one in modules)
 
 
 def _digests_in(value: Any) -> dict[str, str]:
