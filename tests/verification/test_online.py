@@ -11,9 +11,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from lazily import Lazily
 from torch.distributed import HashStore
+from torch.utils.data import DataLoader
 
+from samestep.instrument.callbacks import LoaderPass
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
 from samestep.verification.online import samples
@@ -357,6 +360,15 @@ def test_a_rank_that_never_comes_is_looked_for_ever_more_seldom(exchanges: list[
 
 def test_rank_0_waits_for_no_end_after_one_of_its_own_that_was_not_well(exchanges: list[SummaryExchange]) -> None:
     assert exchanges[0].exchange_final(FinalSummary(well=False, steps=[], where="", spots={})) is None
+
+
+@pytest.mark.parametrize(("rows", "is_cut"), [(4, True), (8, False), (6, False), (0, False)])
+def test_a_model_that_gets_one_rank_s_part_of_a_batch_tells_that_ranks_cut_it(rows: int, *, is_cut: bool) -> None:
+    loader = DataLoader(torch.arange(16.0), batch_size=8)  # type: ignore[arg-type]
+    epoch = samples.TrainedSamples(LoaderPass(loader, "a.py:7#1", 0, "a.py:9"), "RandomSampler")
+    epoch.add(list(range(8)), torch.arange(8.0))
+    assert epoch.is_cut_to(rows, 2) == is_cut
+    assert not epoch.is_cut_to(rows, 1)
 
 
 RUNS = {  # script -> code, and a text of the culprit's line

@@ -223,12 +223,22 @@ def _forward(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     import torch
 
     if torch.is_grad_enabled():
-        notify("forward", where=user_line(), synchronises=model.require_backward_grad_sync, bare=False)
+        about = {
+            "synchronises": model.require_backward_grad_sync,
+            "bare": False,
+            "rows": _rows([*args, *kwargs.values()]),
+        }
+        notify("forward", where=user_line(), **about)
     model.samestep_inside = True
     try:
         return original(model, *args, **kwargs)
     finally:
         model.samestep_inside = False
+
+
+def _rows(values: list[Any]) -> int:
+    """The length of the first tensor's first dim, samples as a rule; 0 where there is none."""
+    return next((int(one.shape[0]) for one in values if getattr(one, "shape", ())), 0)
 
 
 @synchronisation.patch(_DDP, "DistributedDataParallel.register_comm_hook")

@@ -108,6 +108,7 @@ class Checker(Observer, Callbacks):
         if kind in {"forward", "no_sync"}:
             self._models.synchronises = fields.get("synchronises", self._models.synchronises)
             self._note(kind, **fields)
+            self._note_cut(fields.get("rows", 0))
         elif kind == "mode":
             self._is_evaluating = not fields["training"]
             if self._is_evaluating:  # it does not train on what was yielded
@@ -118,6 +119,12 @@ class Checker(Observer, Callbacks):
         elif kind == "scaler":
             scale, skipped = fields["scale"], fields["skipped"]
             self._scalers.add(f"{scale} {skipped}", scale, skipped, fields["where"])
+
+    def _note_cut(self, rows: int) -> None:
+        """Says nothing of a pass each of whose batches all ranks load, and cut by themselves."""
+        cut = [name for name, one in self._passes.items() if one.is_cut_to(rows, self._size)]
+        for name in cut:
+            del self._passes[name]
 
     def _note(self, kind: str, **fields: Any) -> None:
         self._recent.append({"kind": kind, "window": self._window, **fields})

@@ -79,6 +79,7 @@ class TrainedSamples:
         self._size = size
         self._repeated = 0
         self._steps = 0
+        self._last = 0  # samples of the last batch
         self.waiting: list[int] = []
         self.trained: list[int] = []
         self.is_over = False
@@ -86,11 +87,16 @@ class TrainedSamples:
     def add(self, indices: Any, value: Any) -> None:
         """Adds a batch."""
         numbers = indices if isinstance(indices, list) else [indices]
+        self._last = len(numbers)
         if len(self.waiting) < _MAX_WAITING and all(type(one) is int for one in numbers):
             self.waiting += numbers
             shown = [place for place, one in enumerate(numbers) if one % self._every == 0]
             if shown and (found := rows(value, len(numbers), shown)) is not None:
                 self._rows |= {str(numbers[place]): row for place, row in zip(shown, found, strict=True)}
+
+    def is_cut_to(self, rows: int, ranks: int) -> bool:
+        """Returns whether a model that gets so many rows gets one rank's part of the last batch."""
+        return not self.is_over and ranks > 1 and 0 < rows < self._last and rows <= -(-self._last // ranks)
 
     def train(self) -> None:
         """What has been yielded since the last step was trained on."""
