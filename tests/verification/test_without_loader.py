@@ -285,6 +285,46 @@ def test_one_process_with_other_samples_decides_nothing(tmp_path: Path) -> None:
     assert not in_turn.judge(ours, run, ours.ranks[0].steps, Report(ranks=2))
 
 
+# --- samples that come again, or never ---
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "code"),
+    [
+        ((["a"], ["b"], ["c"]), (["b"], ["c"], ["d"]), "samples-repeated"),
+        ((["a"], ["c"], ["e"]), (["b"], ["d"], ["f"]), None),
+    ],
+    ids=["goes on by one rank's", "goes on by all ranks'"],
+)
+def test_a_reader_that_goes_on_by_the_samples_of_one_rank_is_found(
+    first: tuple[list[str], ...], other: tuple[list[str], ...], code: str | None
+) -> None:
+    """Where one process does not meet a sample again at its next step."""
+    report = Report(ranks=2)
+    ours = record([*inputs(*first), step(0, "g")], [*inputs(*other), step(0, "g")])
+    alone = record([*inputs(["a", "b"], ["c", "d"], ["e", "f"])])
+    average.judge_samples(ours, alone, lambda: alone, report)
+    assert [one.code for one in report.errors] == ([] if code is None else [code])
+
+
+@pytest.mark.parametrize(
+    ("mine", "alone", "is_found"),
+    [
+        ((["a", "b"], ["a", "b"]), (["a", "b", "c", "y", "z"],) * 2, True),
+        ((["a", "b"], ["a", "b"]), (["a", "b", "c", "z"],) * 2, False),
+        ((["a", "b"], ["a", "b"]), (["a", "b", "c", "y", "z"], ["b"]), False),
+        ((["a", "q"], ["a", "q"]), (["a", "b", "c", "y", "z"],) * 2, False),
+    ],
+    ids=["left out", "the rest of equal parts", "other batches", "others"],
+)
+def test_samples_of_one_batch_that_are_in_no_part_are_found(
+    mine: tuple[list[str], ...], alone: tuple[list[str], ...], *, is_found: bool
+) -> None:
+    ours = record([*inputs(*mine), step(0, "g")], [*inputs(["c"], ["c"]), step(0, "g")])
+    found = average.left_out_of_one_batch(ours, record([*inputs(*alone)]))
+    assert (found is not None and found.code == "samples-missing") == is_found
+
+
 # --- samples that ranks have in common ---
 
 

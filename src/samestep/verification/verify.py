@@ -372,6 +372,9 @@ def _conclude_on_data(record: Record, whole: Record, own_pace: Callable[[], Reco
         noted = any(finding.property == "data" for finding in report.findings)
         why = "the gradients of the compared steps are those of one process's batches"
         report.cover("data", DECLARED if noted else AGREES, why)
+    elif not (compared or samples.are_loaded(record)):
+        found = average.left_out_of_one_batch(record, whole)
+        report.add([] if found is None else [found])
 
 
 def _imports(position: str) -> bool:

@@ -10,6 +10,7 @@ is no proof where a loss is anything but a mean over its rank's values, or depen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ REMARK = (
 )
 _NEAR = 1e-3  # of a weight
 _CUT = 0.75  # of the samples of one process, at most, that a rank has where the data are cut
+_MOST_AGAIN = 0.4  # of the samples of a step that were in the step before; of two ranks half of them
 _BY_CHANCE = 0.02  # of the samples that may be alike without being one
 _FEWEST = 8  # numbers in a gradient that is no multiple of others by chance
 _BRINGING = {"all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "all_to_all"}
@@ -122,6 +124,8 @@ def judge_samples(record: Record, whole: Record, own_pace: Callable[[], Record],
     mine, theirs = rows_of(record), rows_of(own_pace())
     if (count := _overlap(record, own_pace())) > _BY_CHANCE * len(mine):
         report.add([_parts_that_overlap(record, count)])
+    elif (share := _soon_again(record.data.ranks)) >= _MOST_AGAIN and _soon_again(own_pace().ranks[:1]) <= _BY_CHANCE:
+        report.add([_comes_again(record, share)])
     elif count := passed_over([_in_turn(rank) for rank in record.data.ranks], _in_turn(*own_pace().ranks[:1])):
         first = record.ranks[0]
         report.add([left_out(count, first.backward_of(first.steps[0]))])
@@ -162,6 +166,56 @@ def _overlap(record: Record, alone: Record) -> int:
     whole = _until_repeated(alone.ranks[0]) if alone.ranks else set()
     are_cut = all(part and len(part) <= _CUT * len(whole) for part in parts)
     return sum(map(len, parts)) - len(set().union(*parts)) if are_cut else 0
+
+
+def left_out_of_one_batch(record: Record, alone: Record) -> Finding | None:
+    """Returns what is to be said where one process has one batch at every step, and the ranks leave some of it out.
+
+    Fewer than there are ranks may be what is left of a batch that is cut in equal parts.
+    """
+    mine, theirs = _by_step(record.data.ranks), _by_step(alone.ranks[:1])
+    windows = [window for window in mine if window in theirs]
+    if len(windows) < 2 or any(told[one] != told[windows[0]] for told in (mine, theirs) for one in windows):
+        return None
+    ours, whole = mine[windows[0]], theirs[windows[0]]
+    if not ours < whole or len(whole - ours) < record.size:
+        return None
+    first = record.ranks[0]
+    return Finding(
+        code="samples-missing",
+        where=first.backward_of(first.steps[0]),
+        cause=f"one process trains on {plural(len(whole), 'sample')} at every step, and the ranks together on "
+        f"{len(ours)} of them: {len(whole - ours)} are in no rank's part",
+        fix="make the samples first and divide them after that: a part of a text has fewer windows than its share",
+    )
+
+
+def _soon_again(ranks: Sequence[Rank]) -> float:
+    """What share of the samples of a step were in the step before, on any of these ranks; of all steps the mean."""
+    steps = list(_by_step(ranks).values())
+    shares = [len(one & before) / len(one) for before, one in pairwise(steps)]
+    return sum(shares) / len(shares) if shares else 0.0
+
+
+def _by_step(ranks: Sequence[Rank]) -> dict[int, set[str]]:
+    """Window -> the rows that the models of these ranks get in it."""
+    found: dict[int, set[str]] = {}
+    for rank in ranks:
+        for event in rank.of("input"):
+            if event["rows"]:
+                found.setdefault(event["window"], set()).update(event["rows"])
+    return dict(sorted(found.items()))
+
+
+def _comes_again(record: Record, share: float) -> Finding:
+    first = record.ranks[0]
+    return Finding(
+        code="samples-repeated",
+        where=first.backward_of(first.steps[0]),
+        cause=f"{share:.0%} of the samples of a step were in the step before, on another rank, and in one process none "
+        "is: what reads them goes on by the samples of one rank",
+        fix="go on by the samples of all ranks after each step: position += batch_size * world_size",
+    )
 
 
 def _in_turn(*ranks: Rank) -> list[str]:
