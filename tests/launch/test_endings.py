@@ -285,8 +285,9 @@ def test_orphans_of_a_rank_are_reaped_while_it_runs(folder):
 
 
 def test_a_model_that_goes_after_its_process_group_does_not_hold_up_its_rank(folder):
+    """And its group goes with it, or soon after: each has a thread that wakes 100 times a second."""
     script = folder.script("""
-        import gc, torch, torch.distributed as dist
+        import gc, pathlib, torch, torch.distributed as dist
 
         def train(turn):
             dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/meet{turn}", rank=rank, world_size=2)
@@ -299,6 +300,8 @@ def test_a_model_that_goes_after_its_process_group_does_not_hold_up_its_rank(fol
         for turn in range(8):
             train(turn)
             gc.collect()
+        threads = [each.read_text().strip() for each in pathlib.Path("/proc/self/task").glob("*/comm")]
+        assert threads.count("gloo_tcp_loop") <= 2, threads
     """)
     process = folder.start("-n", 2, script)
     assert ended(process)[0] == 0

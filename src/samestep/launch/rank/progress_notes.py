@@ -13,8 +13,9 @@ group; until then nothing is written of them.
 
 A DistributedDataParallel that goes after `destroy_process_group()` is the last owner of its group, which then ends
 gloo's threads with Python's lock in its hands, while one of them waits for that lock to release a tensor: a rank that
-has done all its work never ends. So groups outlive their models here, until the process does (torch 2.13; a loop that
-makes, uses and destroys groups hangs in its third round, under torchrun too).
+has done all its work never ends (torch 2.13; a loop that makes, uses and destroys groups hangs in its third round, under
+torchrun too). So groups outlive their models here: they go when the next group or model is made, from Python, which lets
+go of that lock, or never. Each has a thread of gloo, which wakes 100 times a second, and some 15 open files.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from samestep.instrument.collective_call import CollectiveCall
 
 LEARNT = 3  # backward passes in which all gradients are looked at; after the second DDP has its final buckets
 
-_kept: set[int] = set()  # process groups that are never destroyed
+_kept: dict[int, tuple[Any, list[weakref.ref[Any]]]] = {}  # process groups, and the models that use each
 
 
 def begin(joined: Callable[[], None] | None = None, joining: Callable[[], None] | None = None) -> None:
@@ -55,6 +56,7 @@ class ProgressNotes(Callbacks):
         self._learning: list[LastGradients] = []
 
     def before_init(self, options: dict[str, Any]) -> dict[str, Any]:
+        _release_groups()
         if self._joining is not None:
             self._joining()
         return options
@@ -89,9 +91,8 @@ class ProgressNotes(Callbacks):
             return
         if progress.is_attached():
             self._learning.append(LastGradients(model))
-        if id(model.process_group) not in _kept:
-            _kept.add(id(model.process_group))
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(model.process_group))  # for good: not even at the end it goes
+        _release_groups()
+        _keep_group(model)
 
     def on_enter_backward(self) -> str:
         return progress.set_phase("backward")
@@ -135,6 +136,23 @@ def elements(batch: Any) -> int:
         return sum(map(elements, batch.values()))
     counted: int = batch.numel() if hasattr(batch, "numel") else 0
     return counted
+
+
+def _keep_group(model: Any) -> None:
+    """Holds a model's process group, also when the interpreter ends and lets go of everything else."""
+    group = model.process_group
+    if id(group) not in _kept:
+        _kept[id(group)] = group, []
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    _kept[id(group)][1].append(weakref.ref(model))
+
+
+def _release_groups() -> None:
+    """Lets go of the groups whose models are gone."""
+    for key, (group, models) in [*_kept.items()]:
+        if not any(model() is not None for model in models):
+            del _kept[key]
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
 
 
 class LastGradients:
