@@ -13,9 +13,9 @@ group; until then nothing is written of them.
 
 A DistributedDataParallel that goes after `destroy_process_group()` is the last owner of its group, which then ends
 gloo's threads with Python's lock in its hands, while one of them waits for that lock to release a tensor: a rank that
-has done all its work never ends (torch 2.13; a loop that makes, uses and destroys groups hangs in its third round, under
-torchrun too). So groups outlive their models here: they go when the next group or model is made, from Python, which lets
-go of that lock, or never. Each has a thread of gloo, which wakes 100 times a second, and some 15 open files.
+has done all its work never ends (torch 2.13; a loop that makes, uses and destroys groups hangs in its third round,
+under torchrun too). So groups outlive their models here: they go when the next group or model is made, from Python,
+which lets go of that lock, or never. Each has a thread of gloo, which wakes 100 times a second, and some 15 open files.
 """
 
 from __future__ import annotations
