@@ -314,6 +314,8 @@ def test_what_ranks_count_while_they_train_is_what_one_process_counts(
         return {"kind": "counted", "where": "train.py:27", "number": 1, "window": 3, "group": "world", "values": values}
 
     assert found([[counts(mine)]] * 2, [counts(theirs)]) == (["train.py:27"] if is_found else [])
+    got: list[list[Event]] = [[{"kind": "input", "window": 2, "rows": [row]}] for row in ("a", "b")]
+    assert found([[*got[0], counts(mine)]] * 2, [*got[1], counts(theirs)]) == []  # of other samples: environments, say
 
 
 def test_rollouts_of_which_one_process_has_one_rank_s_may_differ() -> None:

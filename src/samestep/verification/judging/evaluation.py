@@ -29,8 +29,8 @@ from samestep.verification.findings import (
 from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.outcomes import Outcome, Place, outcomes
 from samestep.verification.judging.printed import Alike, Difference, metrics_alike, numbers_of
-from samestep.verification.judging.record import Rank, Record, part_at
-from samestep.verification.judging.samples import Pass, fills_up, loads_for_all, mean_the_same, passes
+from samestep.verification.judging.record import Rank, Record, model_inputs, part_at
+from samestep.verification.judging.samples import Pass, are_loaded, fills_up, loads_for_all, mean_the_same, passes
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.states import differing, differing_ranks
 from samestep.verification.judging.words import listed, plural
@@ -123,18 +123,30 @@ def judge(
 
 
 def _counted(record: Record, alone: Record | None) -> Iterator[Finding]:
-    """Whether what ranks count together while they train is what one process counts, or N times as much."""
+    """Whether what ranks count together while they train is what one process counts, or N times as much.
+
+    Without a DataLoader, one process may have other samples by then, of environments that actions have changed.
+    """
     told = {} if alone is None or not alone.ranks else {_count_of(one): one for one in alone.ranks[0].of("counted")}
     for mine in record.ranks[0].of("counted") if record.ranks else ():
         theirs = told.get(_count_of(mine))
         if theirs is None or len(theirs["values"]) != len(mine["values"]) or theirs["window"] != mine["window"]:
             continue
+        if alone is not None and _has_other_samples(record, alone, mine["window"]):
+            return
         sizes = {1, record.size, _size(mine["group"], record.size)}
         for one, other in zip(mine["values"], theirs["values"], strict=True):
             is_count = one.is_integer() and other.is_integer() and other > 1
             if is_count and not any(_close(one / size, other, _MISCOUNTED) for size in sizes):
                 yield _inexact(mine["where"], one, other, record.size)
                 return
+
+
+def _has_other_samples(record: Record, alone: Record, until: int) -> bool:
+    if are_loaded(record):
+        return False
+    mine, theirs = (model_inputs(one.data.ranks, range(until + 1)) for one in (record, alone))
+    return mine != theirs
 
 
 def _count_of(event: Event) -> tuple[str, int]:
