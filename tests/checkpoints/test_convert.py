@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import json
 import math
@@ -20,6 +21,7 @@ import pytest
 import torch
 from saved import a_model, train
 from torch.distributed.checkpoint import save as save_dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 import samestep
 from samestep.checkpoints import convert as convert_module
@@ -264,6 +266,31 @@ def make_a_value_a_program(path, metadata):
     with (path / "__0_0.distcp").open("ab") as file:
         info.offset = file.tell()
         info.length = file.write(saved.getvalue())
+
+
+class BeforePython3114(pickle.Pickler):
+    """Pickles members of enumerations as Python before 3.11.4 does."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+class TakesAnAttribute:
+    def __reduce__(self):
+        return getattr, (Metadata, "__init__")
+
+
+def test_metadata_of_an_older_python_are_read_and_only_their_enumerations(tmp_path):
+    changed_metadata(lambda *_: None)(tmp_path / "saved")
+    place = tmp_path / "saved" / ".metadata"
+    metadata, text = pickle.loads(place.read_bytes()), io.BytesIO()
+    BeforePython3114(text).dump(metadata)
+    assert b"getattr" in text.getvalue()
+    place.write_bytes(text.getvalue())
+    assert convert_worker.read_directory(tmp_path / "saved")["model"]["weight"].tolist() == [1, 1, 1]
+    place.write_bytes(pickle.dumps(TakesAnAttribute()))
+    with pytest.raises(pickle.UnpicklingError, match=r"GLOBAL builtins\.getattr"):
+        convert_worker.read_directory(tmp_path / "saved")
 
 
 def make_it_giant(path, metadata):

@@ -72,8 +72,8 @@ def test_two_hosts_that_probe_each_other_answer_meanwhile():
     threads = [threading.Thread(target=try_other, args=pair) for pair in (bells, bells[::-1])]
     for thread in threads:
         thread.start()
-    for bell in bells:
-        while any(thread.is_alive() for thread in threads):
+    while any(thread.is_alive() for thread in threads):
+        for bell in bells:
             bell.serve_ready()
     for thread in threads:
         thread.join()

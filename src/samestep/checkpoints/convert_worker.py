@@ -15,6 +15,7 @@ What comes out is a checkpoint of ours: JSON and safetensors. The whole program,
 
 from __future__ import annotations
 
+import enum
 import io
 import json
 import pickle
@@ -140,8 +141,17 @@ def read_directory(path: Path) -> dict[str, Any]:
     return content
 
 
+def _member(kind: Any, name: Any) -> Any:
+    """Stands in for `getattr`, by which Python before 3.11.4 pickles a member of an enumeration."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError("GLOBAL builtins.getattr")
+    return kind[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name not in _METADATA_NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
         return super().find_class(module, name)
