@@ -15,7 +15,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
 help:
 	@echo "make demo    train the digits recipe on 2 processes, then show the equality with 1"
-	@echo "make test    what must hold for a commit (12 minutes on 2 cores)"
+	@echo "make test    what must hold for a commit (10 minutes on 2 cores)"
 	@echo "make test-times  the same, with the time of each test"
 	@echo "make test-gpu  what only a real GPU can show, on one card, in parts: PART=1, 2, 3 or 4"
 	@echo "make prove   the rest: sweeps, several hosts, browsers, every example"
