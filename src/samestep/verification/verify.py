@@ -526,18 +526,19 @@ def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], 
     if record.steps:
         permuted = functools.cache(functools.partial(alone, "another order", permuted=True))
         exact = functools.cache(in_float64)
+        in_turns = runner.batch_after_batch  # then a step has more micro-batches than on a rank, and none is replaced
         others = Others(
             permuted,
             of_ranks,
-            merged,
+            None if in_turns else merged,
             apart,
-            at_step,
+            None if in_turns else at_step,
             own_lengths,
             own_pace,
             of_group,
             exact,
             in_turn=in_turn,
-            twice=twice,
+            twice=None if in_turns else twice,
             own_draws=own_draws,
             redrawn=[strided, *([one_by_one] if record.micro_batches else [])],
         )

@@ -295,7 +295,7 @@ class Explanations:
 
 
 def has_local_norms(record: Record) -> bool:
-    """Returns whether a model has BatchNorm of each rank's own samples, which nobody takes for that of all."""
+    """Returns whether a model has BatchNorm that is not synchronised: its statistics are of a rank's own samples."""
     return any(event.get("local_norms") for event in record.ranks[0].of("wrap", "start"))
 
 

@@ -46,8 +46,8 @@ LOCAL_NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}  # whose statistics 
 MOST_EVALUATED = 4  # and so many in which an evaluation runs
 MOST_AVERAGED = 8  # and so many uses of models that no optimizer steps, whose parameters are told
 MOST_REPLICAS = 16  # looks at copies of a model while no step is seen
-_MASKED, MOST_MASKS = 4, 16  # windows, and masks of each, that are compared where ranks hold parts of layers
-_CUT = 3  # windows in which is told what models get of the batches that a DataLoader has yielded
+_MASKED, _MOST_MASKS = 4, 16  # windows, and dropout masks in each, that are recorded where parameters are sharded
+_CUT = 3  # windows in which the rows that models get of loaded batches are recorded
 _NOISY = 4  # and so many batches of a pass for which a dataset's own generators are looked at
 WHOLE = 2  # passes over each loader whose samples are all told
 
@@ -603,7 +603,7 @@ class Recorder(Witness):
         is_first = self._dropped_in != self.window
         if is_first:
             self._dropped_in, self._masks = self.window, 0
-        is_looked_at = self.window < _MASKED and self._masks < MOST_MASKS and self.optimizers.holds_parts
+        is_looked_at = self.window < _MASKED and self._masks < _MOST_MASKS and self.optimizers.holds_parts
         if not is_first and not is_looked_at:
             return
         where, state = call_site(_frame()), digest(torch.get_rng_state())
