@@ -245,6 +245,13 @@ def test_a_broken_script_is_found_and_its_line_named(reports: Lazily[Report], na
         assert text in Path(path).read_text(encoding="utf-8").splitlines()[int(line) - 1]
 
 
+@pytest.mark.prove
+@pytest.mark.parametrize("name", ["housing_windows", "iris_loader", "cover_sum", "friedman_solo"])
+def test_right_scripts_of_the_tenth_round_are_the_same_training(name: str) -> None:
+    """Windows that go by the number of ranks, a batch that all load and cut, a rate beside a sum, and no exchange."""
+    samestep.verify(ZOO / "blind" / "10" / "right" / f"{name}.py").require_same()
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.prove) if name in PROVED else name for name in HEALTHY]
 )
