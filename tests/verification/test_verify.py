@@ -252,6 +252,17 @@ def test_right_scripts_of_the_tenth_round_are_the_same_training(name: str) -> No
     samestep.verify(ZOO / "blind" / "10" / "right" / f"{name}.py").require_same()
 
 
+@pytest.mark.prove
+def test_an_evaluation_without_a_module_is_compared() -> None:
+    """Sums of other classes are added up; the model is tensors, and a function."""
+    script = ZOO / "blind" / "10" / "bugs" / "wells_classes"
+    (found,) = samestep.verify(script / "wrong.py").errors
+    assert (found.code, (found.where or "").rpartition(":")[2]) == ("evaluation-inexact", "60")
+    fixed = samestep.verify(script / "fixed.py")
+    fixed.require_same()
+    assert fixed.coverage["evaluation"] == "agrees"
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.prove) if name in PROVED else name for name in HEALTHY]
 )

@@ -74,6 +74,7 @@ class ByHand:
         self._due: list[tuple[weakref.ref[Tensor], ...]] = []  # models with new gradients
         self._returned: dict[int, Tensor] = {}
         self._stepping: HandWritten | None = None
+        self.writes_at: tuple[Any, int] | None = None  # code and line that have begun the step at hand
         self._owner: Callable[[], Any] = lambda: None
         self._held: list[Tensor] = []  # its parameters: a script may let a model go before the step is known to be over
         self._storages: set[int] = set()
@@ -128,6 +129,7 @@ class ByHand:
             return
         self._stepping = optimizer = self._optimizer()
         optimizer.returned = self._returned
+        self.writes_at = frame.f_code, frame.f_lineno
         self._held = optimizer.param_groups[0]["params"]
         self._own(frame)
         self._hook = register_module_forward_pre_hook(self._called)
@@ -184,7 +186,7 @@ class ByHand:
 
     def settle(self) -> None:
         """A step that has begun has ended by now."""
-        optimizer, self._stepping = self._stepping, None
+        optimizer, self._stepping, self.writes_at = self._stepping, None, None
         if optimizer is None:
             return
         self._hook.remove()

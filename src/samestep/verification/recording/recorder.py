@@ -501,6 +501,7 @@ class Recorder(Witness):
         self.is_open, self._sampled, self.micro, self._scaled = False, False, 0, None
         self._has_trained, self._loaded_at, self._unit = False, None, 0.0
         self._tell_averaged()
+        self.watch_uses()
         self.compressing.forget()
         if self._own is not None:
             self._own.forget()

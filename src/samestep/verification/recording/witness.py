@@ -85,6 +85,8 @@ class Witness(Observer, Callbacks):
         self.is_preparing = False  # torch gives an optimizer a state to load into
         self._by_hand: Any = None  # a ByHand, once a backward has begun in a script that has no optimizer of torch's
         self._trained: weakref.ref[Any] | None = None  # what a model was given with gradients last
+        self._uses: Any = None  # a ParameterUses, where no model is called
+        self._is_called = False  # a model was, with gradients
 
     def end(self, error: BaseException | None) -> None:
         """Notes how the script has ended."""
@@ -114,21 +116,39 @@ class Witness(Observer, Callbacks):
             self.is_loading = False
 
     def forwarding(self, model: Any, data: tuple[Any, ...]) -> None:
-        """A model is about to be called: with gradients it trains, without them it may be evaluated."""
+        """A model is about to be called: with gradients it trains, without them it may be evaluated.
+
+        `model` is None where the script's functions compute with parameters of no module.
+        """
         import torch
 
         self.settle()
         first = next((one for one in data if isinstance(one, torch.Tensor)), None)
         if torch.is_grad_enabled():
+            self._is_called = True
             self._trained = None if first is None else weakref.ref(first)
             self.evaluations.trained()
             self.trace("forward")
             return
         trained = None if self._trained is None else self._trained()  # what is measured on that is the training's
         begins = self.window > 0 and not self.micro and (first is None or first is not trained)
-        self.evaluations.ran(begins=begins, by_batch=lambda: mixes_samples(model))
+        self.evaluations.ran(begins=begins, by_batch=lambda: model is not None and mixes_samples(model))
         if self.evaluations.phase is not None:
             self.trace("evaluation")
+
+    def watch_uses(self) -> None:
+        """Looks at what the script computes with parameters that it trains, if it has called no model by now."""
+        if self._uses is not None or self._is_called or self.inputs.cannot_tell or self.window <= 1:
+            return
+        from samestep.verification.recording.naming import of_optimizer
+        from samestep.verification.recording.uses import ParameterUses
+
+        self._uses = ParameterUses(
+            lambda: [one for optimizer in self.optimizers.all for one in of_optimizer(optimizer)],
+            lambda data: self.forwarding(None, data),
+            lambda: None if self._by_hand is None else self._by_hand.writes_at,
+        )
+        self._uses.enter()
 
     def uses_untrained(self, model: Any) -> None:
         """A model is about to be called, without gradients, of which no optimizer holds a parameter."""

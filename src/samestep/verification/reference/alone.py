@@ -474,6 +474,7 @@ class Alone(Witness):
         self.window += 1
         self.is_open, self.micro = False, 0
         self._brought.forget()
+        self.watch_uses()
         if self._last is not None and self._event >= self._last * self._turns:
             raise StopRecording(0)
 
