@@ -75,7 +75,7 @@ def test_a_failing_rank_ends_the_job_with_its_own_code(mpi, end, tmp_path):
 
 @pytest.mark.parametrize("mpi", LIBRARIES)
 def test_a_rank_that_waits_for_a_message_of_one_that_has_ended_is_freed(mpi, tmp_path):
-    begin = f"{BEGIN}from samestep.runtime.mpi import shutdown\nshutdown.GRACE_S = 0.2\n"
+    begin = f"{BEGIN}from samestep.runtime.mpi import shutdown\nshutdown.GRACE_S = 2.0\n"
     done = job(tmp_path, mpi, "if rank == 1:\n    sys.exit(9)\ndist.recv(x, 1)", begin=begin)
     assert done.returncode == 9, done.stderr
     assert "rank 1 has ended, and this rank waits for it in recv" in done.stderr
