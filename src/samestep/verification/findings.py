@@ -104,9 +104,10 @@ LEGS = {
     ),
     "checkpoint": Leg(
         decides=False,
-        recorded="digests of what is saved, of what is loaded, and of what the first step after a load begins with",
-        reference="what was there at the save",
-        codes=("checkpoint-inexact",),
+        recorded="digests of what is saved, of what is loaded, and of what the first step after a load begins with, "
+        "also in a second start after a kill",
+        reference="what was there at the save; the steps of a run without a stop",
+        codes=("checkpoint-inexact", "samples-repeated", "samples-missing"),
     ),
     "pipeline": Leg(
         decides=False,

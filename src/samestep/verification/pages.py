@@ -202,7 +202,7 @@ PAGES = {
         "A state that is not in the file (optimizer, schedule, scaler, random streams, position in the data) begins "
         "anew, and training goes on as another one.",
         "Save and load everything the next step depends on; samestep.checkpoint does.",
-        "states before a save and after the load of the same file",
+        "states before a save and after the load of the same file, in one process or in a second start after a kill",
     ),
     "pipeline-inexact": Page(
         "stages or micro-batches change the step",

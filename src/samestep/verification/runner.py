@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Lock
@@ -119,6 +119,16 @@ class Runner:
             run = self._run(f"{name}, with all GPUs", 1, _ALONE, order, self.fork_server)
         return run
 
+    def started_twice(self, step: int, first: dict[str, Any], second: dict[str, Any]) -> tuple[Run, Run]:
+        """Records the ranks until one is killed behind `step` steps, and a second start that finds their files."""
+        with self.files.separate("started-twice") as held:
+            name = f"rank 0 is killed behind step {step - 1}"
+            self._begin(name)
+            killed = self._run(name, self.ranks, _RECORDER, first, self.fork_server, held)
+            name = "a second start, behind the kill"
+            self._begin(name)
+            return killed, self._run(name, self.ranks, _RECORDER, second, self.fork_server, held)
+
     def _begin(self, name: str) -> None:
         with self._lock:
             self._begun += 1
@@ -136,10 +146,17 @@ class Runner:
         return self._once(f"{name}, once more", *how)
 
     def _once(
-        self, name: str, ranks: int, observer: str, order: dict[str, Any], fork_server: PreforkServer | None
+        self,
+        name: str,
+        ranks: int,
+        observer: str,
+        order: dict[str, Any],
+        fork_server: PreforkServer | None,
+        held: tuple[dict[str, str], dict[str, Any]] | None = None,
     ) -> Run:
+        """Runs it once, on files of its own, or on those that are `held` for several runs."""
         folder = self.folder / name.replace(" ", "-").replace(",", "")
-        with self.files.separate(folder.name) as (variables, files):
+        with self.files.separate(folder.name) if held is None else nullcontext(held) as (variables, files):
             ended = runs.run(
                 self.script,
                 ranks,

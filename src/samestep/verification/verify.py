@@ -16,7 +16,7 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.launch.result import DIFFERENT_COLLECTIVES
-from samestep.verification import claims, machine, numerics, runs
+from samestep.verification import claims, machine, numerics, restart, runs
 from samestep.verification.files import Files, written_folders
 from samestep.verification.findings import AGREES, DECISIVE, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
@@ -245,6 +245,9 @@ def _verified(runner: Runner, steps: int) -> Report:
         report.inconclusive = f"alone, with the samples of all ranks, the script fails: {_reason(whole.ended)}"
     with leaving_open(report):
         claims.judge(runner, record, report)
+    if not ended.hung and ended.code == 0:
+        with leaving_open(report):
+            restart.judge(runner, record, {"steps": steps, "passes": PASSES}, report)
     if foreign is None and not ended.hung and ended.code == 0:
         for locate in (_locate_lines, _locate_decisions, _locate_sources, _locate_samples):
             with leaving_open(report):

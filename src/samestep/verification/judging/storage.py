@@ -15,6 +15,7 @@ from samestep.verification.report import Report
 __all__: list[str] = []
 
 OWN_STATE = "the state of the script's own code is seen in its first step behind the load, which was not compared"
+NOT_LOADED = "nothing that was saved was loaded again"
 OWN_NUMBER = ": what decides it is a rank's own number, such as a metric of its own samples"
 
 
@@ -43,7 +44,7 @@ def judge(record: Record, report: Report) -> None:
     elif compared:
         report.cover("checkpoint", PROVED)
     elif saves:
-        report.cover("checkpoint", unchecked("nothing that was saved was loaded again"))
+        report.cover("checkpoint", unchecked(NOT_LOADED))
     else:
         report.cover("checkpoint", NOT_REACHED if record.is_cut_short else unchecked("nothing was saved"))
 

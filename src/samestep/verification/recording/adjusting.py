@@ -13,8 +13,6 @@ shards         in float64; one process takes the micro-batches of all ranks toge
 from __future__ import annotations
 
 import functools
-import os
-import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 
 from samestep.instrument.patch import Group, install
 from samestep.verification.journal import TraceWriter
+from samestep.verification.recording.restarting import kill
 
 _MAX_LOOKS = 1000  # looks for a checkpoint: 20 s
 
@@ -106,8 +105,7 @@ def kill_once_saved(saves: Path, journal: TraceWriter) -> None:
     """Kills this process, as kill -9 does, when a checkpoint is there; waits a while for one that is being saved."""
     for _ in range(_MAX_LOOKS):
         if any(saves.glob("*/step-*")):
-            journal.write("killed")
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill(journal)
         time.sleep(0.02)
 
 

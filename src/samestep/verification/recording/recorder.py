@@ -33,6 +33,7 @@ from samestep.verification.recording.compressing import Compressing
 from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.recording.limit import Limit, Pass
 from samestep.verification.recording.optimizers import digests, held, settings_of
+from samestep.verification.recording.restarting import kill, may_load
 from samestep.verification.recording.witness import StopRecording, Witness
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ class Recorder(Witness):
         self._tell_averaged()
         if self._datasets and (error is None or isinstance(error, SystemExit)):
             self._tell_datasets()
+        if self.rank == 0 and may_load():
+            self.journal.write("may_load")
         super().end(error)
 
     def _note_dataset(self, epoch: LoaderPass) -> None:
@@ -515,6 +518,8 @@ class Recorder(Witness):
             raise StopRecording(0)
         if self.rank == 0 and self.order.get("killed_at") == optimizer.samestep_steps:
             kill_once_saved(Path(self.order["saves"]), self.journal)
+        if self.rank == 0 and self.order.get("killed_behind") == self._events:
+            kill(self.journal)
 
     @classmethod
     def ends_ranks_of(cls, starter: int) -> bool:
