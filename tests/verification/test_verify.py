@@ -253,12 +253,15 @@ def test_right_scripts_of_the_tenth_round_are_the_same_training(name: str) -> No
 
 
 @pytest.mark.prove
-def test_an_evaluation_without_a_module_is_compared() -> None:
-    """Sums of other classes are added up; the model is tensors, and a function."""
-    script = ZOO / "blind" / "10" / "bugs" / "wells_classes"
-    (found,) = samestep.verify(script / "wrong.py").errors
-    assert (found.code, (found.where or "").rpartition(":")[2]) == ("evaluation-inexact", "60")
-    fixed = samestep.verify(script / "fixed.py")
+@pytest.mark.parametrize(
+    ("name", "code", "line"),
+    [("10/bugs/wells_classes", "evaluation-inexact", "60"), ("9/bugs/digits_warm", "initial-state-differs", "50")],
+)
+def test_bugs_of_blind_rounds_and_their_twins(name: str, code: str, line: str) -> None:
+    """An evaluation of tensors that are no module, and a model that rank 0 trains by itself before the others."""
+    (found,) = samestep.verify(ZOO / "blind" / name / "wrong.py").errors
+    assert (found.code, (found.where or "").rpartition(":")[2]) == (code, line)
+    fixed = samestep.verify(ZOO / "blind" / name / "fixed.py")
     fixed.require_same()
     assert fixed.coverage["evaluation"] == "agrees"
 

@@ -70,6 +70,7 @@ class Runner:
     say: Say  # is told what goes on
     files: Files  # keeps the files of the runs apart
     fork_server: PreforkServer | None = None  # forks the runs that need no fresh interpreters; None where all do
+    left_out: list[str] = field(default_factory=list)  # lines of optimizers of which no run takes notice
     batch_after_batch: bool = False  # whether one process gets the ranks' batches one after the other, and not joined
     gpus_of_one: dict[str, str] = field(default_factory=dict)  # variables that show one process a rank's GPUs alone
     _is_over: Event = field(default_factory=Event)
@@ -102,7 +103,8 @@ class Runner:
         So many steps are recorded; behind them so many passes over the data are ended early.
         """
         whole, values = "" if passes else ", and whole passes", ", with the values of every step" if keep_all else ""
-        name = f"recording {self.ranks} ranks{whole}{values}{f' for {steps} steps' if goes_on else ''}"
+        which = ", what all of them train" if self.left_out else ""
+        name = f"recording {self.ranks} ranks{which}{whole}{values}{f' for {steps} steps' if goes_on else ''}"
         self._begin(name)
         return self._run(name, self.ranks, _RECORDER, {"steps": steps, "passes": passes, "keep_all": keep_all}, None)
 
@@ -162,7 +164,7 @@ class Runner:
                 ranks,
                 folder,
                 observer,
-                {"saves": str(folder / "saves"), **files, **order},
+                {"saves": str(folder / "saves"), "left_out": self.left_out, **files, **order},
                 still_s=self.still_s,
                 threads=threads_per_rank(self.ranks),
                 variables=variables | (self.gpus_of_one if ranks == 1 else {}),

@@ -144,6 +144,8 @@ def _recorded(runner: Runner, steps: int) -> tuple[Run, Run | None, list[str]]:
     run once more without that.
     """
     recorded, whole = _both(runner, steps, PASSES, "all samples")
+    if (without := _without_own_training(runner, steps, recorded.record)) is not None:
+        return without
     if (rank := ended_apart(recorded)) is not None:
         recorded, whole = _both(runner, _MORE * steps, 0, "all samples of more steps")
         return recorded, whole, [f"rank {rank} takes more than {steps} steps by itself, so more were recorded"]
@@ -156,6 +158,26 @@ def _recorded(runner: Runner, steps: int) -> tuple[Run, Run | None, list[str]]:
         steps = max(steps, recorded.record.asked)
         recorded, whole = _both(runner, steps, PASSES, "all samples, the ranks' weights in every step", keep_all=True)
     return recorded, whole, reached.remarks(recorded.record)
+
+
+def _without_own_training(runner: Runner, steps: int, record: Record) -> tuple[Run, Run | None, list[str]] | None:
+    """Runs both without the optimizers that only some ranks make, where all ranks then take the same steps.
+
+    Rank 0 may pre-train a part of the model by itself, or train a probe of what has been learned.
+    """
+    made = [{event["where"]: event["name"] for event in rank.of("optimizer")} for rank in record.ranks]
+    own = sorted({where for theirs in made for where in theirs if any(where not in other for other in made)})
+    if not own or len(made) < runner.ranks or record.is_by_hand:
+        return None
+    runner.left_out = own
+    recorded, whole = _both(runner, steps, PASSES, "all samples of what all ranks train")
+    ranks = recorded.record.ranks
+    if recorded.has_failed or not recorded.record.steps or len({len(rank.steps) for rank in ranks}) > 1:
+        runner.left_out = []
+        return None
+    rank = next(number for number, theirs in enumerate(made) if own[0] in theirs)
+    what = f"rank {rank} trains by itself with the optimizer of {own[0]}: its steps were not compared"
+    return recorded, whole, [what, *reached.remarks(recorded.record)]
 
 
 def ended_apart(recorded: Run) -> int | None:

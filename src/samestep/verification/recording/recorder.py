@@ -419,7 +419,7 @@ class Recorder(Witness):
         """Writes down the gradients that it will use."""
         import torch
 
-        if self.is_preparing or torch.compiler.is_compiling():
+        if self.is_preparing or torch.compiler.is_compiling() or self.leaves_out(optimizer):
             return
         self.on_optimizer(optimizer, "")
         by_hand, is_late = self.optimizers.is_by_hand(optimizer), not self.is_open
@@ -484,6 +484,9 @@ class Recorder(Witness):
         import torch
 
         if self.is_preparing or torch.compiler.is_compiling():
+            return
+        if self.leaves_out(optimizer):
+            self.forget_backward()
             return
         self.end_trace()
         if self.path is not None:

@@ -83,6 +83,7 @@ class Witness(Observer, Callbacks):
         self.is_open = False  # something of this window has been seen
         self.is_loading = False
         self.is_preparing = False  # torch gives an optimizer a state to load into
+        self._leaves_out = False  # an optimizer was made that this run leaves out
         self._by_hand: Any = None  # a ByHand, once a backward has begun in a script that has no optimizer of torch's
         self._trained: weakref.ref[Any] | None = None  # what a model was given with gradients last
         self._uses: Any = None  # a ParameterUses, where no model is called
@@ -154,7 +155,10 @@ class Witness(Observer, Callbacks):
         """A model is about to be called, without gradients, of which no optimizer holds a parameter."""
 
     def on_optimizer(self, optimizer: Any, where: str) -> None:
-        """Numbers it."""
+        """Numbers it, unless this run leaves out what is made at its line."""
+        if self.leaves_out(optimizer) or where in self.order.get("left_out", ()):
+            optimizer.samestep_left_out = self._leaves_out = True
+            return
         if self._by_hand is not None and not self.optimizers.is_by_hand(optimizer):
             self._by_hand.stop()
         self.optimizers.add(optimizer, where)
@@ -169,10 +173,19 @@ class Witness(Observer, Callbacks):
             self.path = PathTrace(self.journal, self.optimizers.rates)
             self.path.enter()
 
+    @staticmethod
+    def leaves_out(optimizer: Any) -> bool:
+        """Whether this run takes no notice of an optimizer: one rank trains a model of its own with it."""
+        return hasattr(optimizer, "samestep_left_out")
+
+    def forget_backward(self) -> None:
+        """The backward passes since the last step were those of an optimizer that is left out."""
+        self.is_open, self.micro, self._trained = False, 0, None
+
     def begin_backward(self, outputs: Any, inputs: list[Any] | None = None) -> None:
         """A backward begins, or gradients of `inputs` have come: the script may be one that steps by its own code."""
         self.settle()
-        if any(not self.optimizers.is_by_hand(one) for one in self.optimizers.all):
+        if self._leaves_out or any(not self.optimizers.is_by_hand(one) for one in self.optimizers.all):
             return
         from samestep.verification.recording.by_hand import ByHand
 

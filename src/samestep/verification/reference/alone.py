@@ -414,7 +414,7 @@ class Alone(Witness):
 
     def before_step(self, optimizer: Any) -> None:
         """Keeps the gradients where the ranks' are kept."""
-        if self.is_preparing:
+        if self.is_preparing or self.leaves_out(optimizer):
             return
         number = getattr(optimizer, "samestep_number", 0)
         self._compares = self._begins_as_theirs(optimizer)
@@ -459,6 +459,9 @@ class Alone(Witness):
     def after_step(self, optimizer: Any) -> None:
         """Keeps the update where the ranks' is kept, counts, and ends where the recording has ended."""
         if self.is_preparing:
+            return
+        if self.leaves_out(optimizer):
+            self.forget_backward()
             return
         self.end_trace()
         if self.path is not None:
