@@ -294,7 +294,7 @@ def test_who_comes_in_under_a_number_that_is_not_missing_is_turned_away(lab, by_
 def test_a_replacement_that_is_lost_while_it_is_examined_is_waited_for_again(lab, start, folder):
     dies = folder.path / "dies"
     python = other_version_on(lab, "node2", folder.path, __version__, only_if=dies)
-    facts = folder.path / f"samestep-{__version__}" / "samestep" / "launch" / "facts.py"
+    facts = folder.path / f"samestep-{__version__}" / "samestep" / "launch" / "hosts" / "host_info.py"
     end = f"import os, signal\nos.unlink({str(dies)!r})\nos.kill(os.getpid(), signal.SIGKILL)\n"
     facts.write_text(facts.read_text().replace("    cores = read_cores()\n", textwrap.indent(end, "    "), 1))
     process = start("--remote-python", python, folder.script(SCRIPT))

@@ -157,6 +157,15 @@ def test_parameters_that_do_not_come_back_are_named(shape: list[int], *, is_foun
     assert ["and the parameters did not come back" in one.cause for one in report.errors] == [True] * is_found
 
 
+@pytest.mark.parametrize(("now", "is_found"), [("p", False), ("q", True)])
+def test_parameters_that_are_saved_when_their_optimizer_is_gone_are_compared(now: str, *, is_found: bool) -> None:
+    events = [step(0, "g"), stepped(0), save(WHOLE, state=STATE | {"parameters": {}}), load(WHOLE), resumed()]
+    report = Report(ranks=1)
+    storage.judge(record([*events, step(1, "h", now, optimizer=1)]), report)
+    assert [error.code for error in report.errors] == ["checkpoint-inexact"] * is_found
+    assert report.coverage["checkpoint"] == ("differs" if is_found else "identical")
+
+
 def test_a_file_that_another_model_is_evaluated_with_is_no_resume() -> None:
     """The best weights are loaded for a test while the training goes on."""
     digests = {"w": "p0", "mean": "m0"}

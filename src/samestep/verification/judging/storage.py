@@ -33,7 +33,7 @@ def judge(record: Record, report: Report) -> None:
         state = _state_of(rank, *before[-1])
         if state is None:
             unknown.append(rank.number)
-        else:
+        elif state["parameters"]:  # else saved before there was an optimizer
             compared = True
             report.add(_compared(rank, event, state))
     if unknown:
@@ -80,6 +80,11 @@ def _state_of(rank: Rank, saver: Rank, save: Event) -> Event | None:
     Where each rank holds parts, the others' are those of their last steps, if the saver's are, too: no optimizer state.
     """
     state: Event = save["state"]
+    if not state["parameters"] and (made := _stepped(saver, save["event"])):  # their optimizer was gone by then
+        held = set(save["digests"].values())
+        if not {digest.rpartition(" ")[2] for digest in made.values()} <= held:
+            return state
+        state = {**state, "parameters": made}
     if rank.number == saver.number or not any(map(place_of, state["parameters"].values())):
         return state
     own, savers = _stepped(rank, save["event"]), _stepped(saver, save["event"])
@@ -217,8 +222,6 @@ def _compared(rank: Rank, event: Event, state: Event) -> Iterator[Finding]:
     if step is None:
         return
     where = next((load["where"] for load in rank.of("load") if load["path"] == event["path"]), None)
-    if not state["parameters"]:
-        return  # saved before there was an optimizer
     now, others = step["parameters"], _of_other_shapes(rank, step, state)
     if not _holds(state["parameters"], {name: one for name, one in now.items() if name not in others}):
         if not _goes_on_as_before(rank, step):
