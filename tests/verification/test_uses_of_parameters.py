@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from samestep.verification.journal import TraceWriter
+from samestep.verification.recording.inputs import Inputs
 from samestep.verification.recording.uses import ParameterUses
 
 W = torch.ones(3, 2, requires_grad=True)
@@ -85,3 +88,23 @@ def test_what_a_step_of_own_code_computes_is_no_evaluation(watched: Watched) -> 
         watched.stepping = code, code.co_firstlineno
         X @ W  # behind them
     assert watched.told == [[4, 3], [4, 3]]
+
+
+def test_what_torch_func_transforms_has_no_values_to_look_at(watched: Watched, tmp_path: Path) -> None:
+    """Gradients of each sample, as differentially private training takes them."""
+    model, called = torch.nn.Linear(3, 2), []
+    inputs = Inputs(TraceWriter(tmp_path, 0), lambda: 0, lambda *_: called.append(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.samestep_number = 0  # type: ignore[attr-defined]
+    inputs.watch(optimizer)
+
+    def loss(weights: dict[str, Tensor], row: Tensor) -> Tensor:
+        return torch.func.functional_call(model, weights, (row,)).square().sum()
+
+    weights = {name: one.detach() for name, one in model.named_parameters()}
+    by_row = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, X)
+    with torch.no_grad():
+        torch.vmap(lambda row: row @ W)(X)
+    assert (list(by_row["weight"].shape), called, watched.told) == ([4, 2, 3], [], [])
+    model(X)
+    assert called == [1]

@@ -159,21 +159,22 @@ def wrap(
     original: Callable[..., Any], replacement: Callable[..., Any], module: str, *, compiled: bool = False
 ) -> Callable[..., Any]:
     """Returns what looks like `original`, a function of the module, and calls `replacement(original, …)`."""
-    is_compiling = _is_compiling if module.startswith("torch") else _may_be_compiling
+    is_unreported = is_traced if module.startswith("torch") else _may_be_compiling
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        if not compiled and is_compiling():
+        if not compiled and is_unreported():
             return original(*args, **kwargs)
         return replacement(original, *args, **kwargs)
 
     return patched
 
 
-def _is_compiling() -> bool:
+def is_traced() -> bool:
+    """Returns whether torch compiles the code at hand, or torch.func transforms it: its tensors have no values then."""
     import torch  # is there: its functions have called us
 
-    return torch.compiler.is_compiling()
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
 
 
 def _may_be_compiling() -> bool:

@@ -15,7 +15,7 @@ import inspect
 from typing import Any
 
 from samestep.instrument.callbacks import call, listeners
-from samestep.instrument.patch import Group, call_site, caller, is_own
+from samestep.instrument.patch import Group, call_site, caller, is_own, is_traced
 
 draws = Group()  # reports random numbers that the script's own lines draw
 without_dropout_and_autocast = Group()  # switches both off, also in compiled code; reports what would be dropped
@@ -51,10 +51,9 @@ for _family, _names in DRAWS.items():
 
 @without_dropout_and_autocast.patch("torch.nn.functional", *_DROPOUTS, compiled=True)
 def _dropout(original: Any, input: Any, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Any:  # noqa: A002
-    import torch
 
     del original
-    if p > 0 and training and not torch.compiler.is_compiling():
+    if p > 0 and training and not is_traced():
         call("on_dropout", input)
     return input
 

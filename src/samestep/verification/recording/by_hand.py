@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from samestep.instrument.patch import call_site, is_own
+from samestep.instrument.patch import call_site, is_own, is_traced
 from samestep.verification.recording.leaves import leaves_of, tensors_of
 from samestep.verification.recording.modes import LooseMode
 from samestep.verification.recording.naming import parameters_of, roots
@@ -217,7 +217,7 @@ class _Writes(LooseMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Looks at what a call writes to, before it is made."""
         kwargs = kwargs or {}
-        if self._is_active and not torch.compiler.is_compiling():
+        if self._is_active and not is_traced():
             name = getattr(func, "__name__", "")
             if "out" in kwargs:
                 self._by_hand.wrote(tensors_of(kwargs["out"]))

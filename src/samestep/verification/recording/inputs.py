@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from samestep.instrument.patch import is_traced
 from samestep.instrument.training import Hook
 from samestep.verification.journal import TraceWriter
 
@@ -80,13 +81,13 @@ class Inputs:
         import torch
 
         del args
-        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() and not is_traced():
             self._untrained(model)
 
     def _use(self, model: Any, args: Any) -> None:
         import torch
 
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             self.used = True
             if not torch.is_grad_enabled():
                 self._forwarding(model, args)
@@ -96,7 +97,7 @@ class Inputs:
 
         from samestep.verification.recording.rows import row_digests
 
-        if torch.compiler.is_compiling():
+        if is_traced():
             return
         self.used = True
         self._forwarding(model, args)
@@ -133,7 +134,7 @@ class Inputs:
 
         from samestep.verification.recording.leaves import tensors_of
 
-        if torch.compiler.is_compiling():
+        if is_traced():
             return
         self._outputs = {one for one in self._outputs if not one.expired()}
         found = [one for one in tensors_of(result) if type(one) is torch.Tensor and one.layout == torch.strided]

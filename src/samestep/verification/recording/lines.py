@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.instrument.patch import is_traced
 from samestep.instrument.script_io import save_unreported
 from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.leaves import tensors_of
@@ -78,7 +79,7 @@ class LineTrace(LooseMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls, and keeps what it brings."""
         result = func(*args, **(kwargs or {}))
-        if self.segment is not None and not self._is_busy and not torch.compiler.is_compiling():
+        if self.segment is not None and not self._is_busy and not is_traced():
             name = getattr(func, "__name__", "")
             if name not in _LEFT_OUT:
                 counts = self.segment == EVALUATION and next(tensors_of([*args]), None) is not None

@@ -13,8 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from samestep.instrument.patch import is_traced
 from samestep.instrument.script_io import save_unreported
 from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.modes import LooseMode, line_of
@@ -63,7 +62,7 @@ class PathTrace(LooseMode):
         """Calls, and keeps where that was."""
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if self._count < _MOST_ENTRIES and name not in _NO_PLACES and not torch.compiler.is_compiling():
+        if self._count < _MOST_ENTRIES and name not in _NO_PLACES and not is_traced():
             where = line_of(sys._getframe(1))  # noqa: SLF001
             if where is not None:
                 self._note_rates()

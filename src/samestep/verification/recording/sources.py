@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from samestep.instrument.patch import call_site, is_own, patch
+from samestep.instrument.patch import call_site, is_own, is_traced, patch
 from samestep.instrument.script_io import save_unreported
 from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.leaves import tensors_of
@@ -83,7 +83,7 @@ class SourceTrace(LooseMode):
         from samestep.verification.recording.by_hand import is_write
 
         name = getattr(func, "__name__", "")
-        if not self._is_stepping and is_write(func, name) and not torch.compiler.is_compiling():
+        if not self._is_stepping and is_write(func, name) and not is_traced():
             for one in tensors_of(args[0] if args else None):
                 if (one.layout == torch.strided and not one.requires_grad) or one.is_leaf:
                     known = self._writes.setdefault(_storage(one), [])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.instrument.patch import is_own
+from samestep.instrument.patch import is_own, is_traced
 from samestep.verification.recording.leaves import tensors_of
 from samestep.verification.recording.modes import LooseMode
 
@@ -51,7 +51,7 @@ class ParameterUses(LooseMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Looks at what a call is given, before it is made."""
         kwargs = kwargs or {}
-        is_looked_at = not (torch.is_grad_enabled() or self._is_busy) and not torch.compiler.is_compiling()
+        is_looked_at = not (torch.is_grad_enabled() or self._is_busy) and not is_traced()
         if is_looked_at and getattr(func, "__name__", "") in _FORWARDS:
             self._is_busy = True
             try:
