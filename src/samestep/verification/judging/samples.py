@@ -16,7 +16,7 @@ from typing import Any
 
 from samestep.verification.findings import AGREES, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
-from samestep.verification.judging import resumed
+from samestep.verification.judging import parted, resumed
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
@@ -162,6 +162,7 @@ def judge(record: Record, report: Report, own_pace: OwnPace | None = None) -> No
             "data", unchecked("no DataLoader tells which samples were trained on, and no gradients were compared")
         )
         report.add(resumed.judge(record, own_pace))
+        report.add(parted.judge(record, own_pace))
         return
     for group in training:
         report.add(
