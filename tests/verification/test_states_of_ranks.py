@@ -367,3 +367,11 @@ def test_ranks_that_have_joined_no_process_group_are_told_so(differs: str) -> No
     (finding,) = findings(states, record(rank("a"), rank("b")))
     assert "joined no process group, so each trains a model of its own" in finding.cause
     assert 'init_process_group("gloo"); model = torch.nn.parallel.Distributed' in str(finding.fix)
+
+
+def test_gradients_that_one_rank_alone_clips_are_found_at_the_line_that_clips() -> None:
+    clips: Event = {"kind": "clipping", "window": 0, "where": "train.py:28"}
+    mine, theirs = ([wrap("w"), *more, step(0, gradient), stepped(0)] for more, gradient in (([clips], "a"), ([], "b")))
+    (finding,) = [one for one in findings(states, record(mine, theirs)) if one.code == "gradients-not-synchronised"]
+    assert (finding.where, finding.fix) == ("train.py:28", "clip on every rank")
+    assert finding.cause.endswith("rank 0 clips them and the other does not")

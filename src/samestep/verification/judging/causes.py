@@ -24,8 +24,20 @@ JOIN = (
 def of_gradients(record: Record, index: int, rank: int, bad: list[str]) -> Finding:
     """Returns the finding for gradients that differ at the step `index`, on `rank` in the tensors `bad`."""
     step = record.ranks[0].steps[index]
-    why = (NO_GROUP, JOIN, step["where"]) if record.has_no_group else None
+    why = (NO_GROUP, JOIN, step["where"]) if record.has_no_group else _clipped_by_some(record, step, rank)
     return unequal_gradients(record.ranks[0], record.ranks[rank].number, step, bad, why)
+
+
+def _clipped_by_some(record: Record, step: Event, rank: int) -> tuple[str, str, str | None] | None:
+    """Whether rank 0 or `rank` clips the gradients of a step, and the other does not."""
+    clips = {
+        one.number: _where(one.by_window.get(step["window"], []), "clipping")
+        for one in (record.ranks[0], record.ranks[rank])
+    }
+    clipping = [number for number, where in clips.items() if where is not None]
+    if len(clipping) != 1:
+        return None
+    return f"rank {clipping[0]} clips them and the other does not", "clip on every rank", clips[clipping[0]]
 
 
 def unequal_gradients(

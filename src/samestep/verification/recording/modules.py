@@ -34,7 +34,7 @@ def remember(module: Any) -> None:
         made.append((weakref.ref(one), _made_at(sys._getframe(1), module.Module)))  # noqa: SLF001
         return one
 
-    module.Module.__new__ = __new__
+    module.Module.__new__ = staticmethod(__new__)  # torch calls it on an object too, to copy one with a weight norm
     _made.append(made)
 
 
