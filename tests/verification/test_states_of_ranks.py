@@ -371,7 +371,7 @@ def test_ranks_that_have_joined_no_process_group_are_told_so(differs: str) -> No
 
 def test_gradients_that_one_rank_alone_clips_are_found_at_the_line_that_clips() -> None:
     clips: Event = {"kind": "clipping", "window": 0, "where": "train.py:28"}
-    mine, theirs = ([wrap("w"), *more, step(0, gradient), stepped(0)] for more, gradient in (([clips], "a"), ([], "b")))
-    (finding,) = [one for one in findings(states, record(mine, theirs)) if one.code == "gradients-not-synchronised"]
+    mine, theirs = [wrap("w"), clips, step(0, "a"), stepped(0)], [wrap("w"), step(0, "b"), stepped(0, "q")]
+    (finding,) = findings(states, record(mine, theirs))
     assert (finding.where, finding.fix) == ("train.py:28", "clip on every rank")
     assert finding.cause.endswith("rank 0 clips them and the other does not")
