@@ -215,3 +215,15 @@ def test_a_term_that_every_rank_has_whole_is_named_where_gradients_are_added_up(
     found = located(tmp_path, [loss(1.0), loss(2.0)], loss(3.0), f"at step 0 {ADDED_UP}")
     assert found.where == "train.py:21"
     assert "counts once for each" in found.cause
+
+
+def test_what_is_made_of_the_samples_is_named_before_what_a_model_makes_of_it(tmp_path: Path) -> None:
+    """Times that are spread over a rank's own rows, say: no gradient goes through them."""
+    plain = {"grad": False}
+    shared = ("train.py:5", "rand", torch.tensor([0.5]), plain)
+
+    def lines(times: Tensor, output: float) -> list[Any]:
+        return [shared, ("train.py:6", "div", times, plain), ("train.py:9", "linear", torch.tensor([output]), {})]
+
+    mine = [lines(torch.tensor([0.0, 0.5]), 1.0), lines(torch.tensor([0.0, 0.5]), 2.0)]
+    assert located(tmp_path, mine, lines(torch.tensor([0.0, 0.25, 0.5, 0.75]), 3.5)).where == "train.py:6"

@@ -290,6 +290,7 @@ def _locate_lines(runner: Runner, record: Record, steps: int, report: Report) ->
         elif found.step is not None and found.step < record.steps:
             window = record.ranks[0].steps[found.step]["window"]
             trace, until = {"window": window}, {"steps": found.step + 1}
+            trace |= {} if samples.are_loaded(record) else {"unloaded": True}
         else:
             continue
         ranks = runner.recorded(f"lines of {name} on {record.size} ranks", record.size, trace=trace, **until)

@@ -89,6 +89,8 @@ class Lines:
         )
         brought = _brought_apart(lines) if finding.property == "gradients" else None
         line = min((one for one in (brought, line) if one is not None), key=lines.index, default=None)
+        if line is not None and finding.property == "gradients":  # what is made of the samples, of no parameter
+            line = _first_apart(lines[: lines.index(line)], all_lines=True) or line
         if line is None:
             told = "what is brought together at this line carries no gradient to the other ranks"
             return _at(finding, self._without_gradient() if finding.property == "gradients" else None, told)

@@ -222,9 +222,9 @@ class Witness(Observer, Callbacks):
         return self.lines
 
     def trace_samples(self) -> None:
-        """Looks at all that is computed from the end of the last step on, if this run looks for samples."""
+        """Looks at all that is computed from the end of the last step on, if that may make the samples."""
         wanted = self.order.get("trace") or {}
-        if self.lines is None and "samples" in wanted and wanted["window"] == self.window:
+        if self.lines is None and {"samples", "unloaded"} & wanted.keys() and wanted["window"] == self.window:
             self._make_lines().begin("forward")
 
     def end_trace(self) -> None:

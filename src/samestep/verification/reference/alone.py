@@ -476,6 +476,7 @@ class Alone(Witness):
         self._event += 1
         self.window += 1
         self.is_open, self.micro = False, 0
+        self.trace_samples()
         self._brought.forget()
         self.watch_uses()
         if self._last is not None and self._event >= self._last * self._turns:
