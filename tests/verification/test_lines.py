@@ -223,7 +223,8 @@ def test_what_is_made_of_the_samples_is_named_before_what_a_model_makes_of_it(tm
     shared = ("train.py:5", "rand", torch.tensor([0.5]), plain)
 
     def lines(times: Tensor, output: float) -> list[Any]:
-        return [shared, ("train.py:6", "div", times, plain), ("train.py:9", "linear", torch.tensor([output]), {})]
+        made, agrees = ("train.py:6", "div", times, plain), ("train.py:8", "mul", A, {})
+        return [shared, made, agrees, ("train.py:9", "linear", torch.tensor([output]), {})]
 
     mine = [lines(torch.tensor([0.0, 0.5]), 1.0), lines(torch.tensor([0.0, 0.5]), 2.0)]
     assert located(tmp_path, mine, lines(torch.tensor([0.0, 0.25, 0.5, 0.75]), 3.5)).where == "train.py:6"
