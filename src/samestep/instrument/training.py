@@ -261,7 +261,9 @@ def watch_bare_forward(callbacks: Callbacks, wrapped: Any) -> None:
         if torch.is_grad_enabled():
             callbacks.on_event("forward", where=user_line(), synchronises=False, bare=True)
 
-    wrapped.module.register_forward_pre_hook(Hook(before))
+    from torch.nn import Module
+
+    Module.register_forward_pre_hook(wrapped.module, Hook(before))  # a ScriptModule refuses by its own method
 
 
 _setting_modes: list[bool] = []

@@ -174,8 +174,13 @@ class ProfilingObserver(Observer, ProgressListener, Callbacks):
 
     def _prepare(self) -> None:
         """Puts in place what the next step is measured with."""
+        from torch.nn import Module
+
         for root in self.roots:
-            handle = root.register_forward_pre_hook(Hook(self.begin_forward), prepend=True, with_kwargs=True)
+            hook = Hook(self.begin_forward)
+            handle = Module.register_forward_pre_hook(
+                root, hook, prepend=True, with_kwargs=True
+            )  # of scripted ones too
             self._undo.append(handle.remove)
         if len(self.steps) == _COUNTED and not self._refuses:
             self._count()

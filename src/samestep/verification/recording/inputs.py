@@ -47,6 +47,8 @@ class Inputs:
 
     def watch(self, optimizer: Any) -> None:
         """Looks at the models whose parameters an optimizer holds."""
+        from torch.nn import Module  # whose methods hook a ScriptModule, too, which refuses by its own
+
         from samestep.verification.recording.naming import of_optimizer, parameters_of, roots
 
         held = {id(parameter) for parameter in of_optimizer(optimizer)}
@@ -61,21 +63,24 @@ class Inputs:
                 self._watch_untrained(root)
             else:
                 self._known.add(id(root))
-                root.register_forward_pre_hook(Hook(self._note), with_kwargs=True, prepend=True)  # before FSDP gathers
-                root.register_forward_hook(Hook(self._note_outputs))
+                note = Hook(self._note)
+                Module.register_forward_pre_hook(root, note, with_kwargs=True, prepend=True)  # before FSDP gathers
+                Module.register_forward_hook(root, Hook(self._note_outputs))
                 inner: Any = getattr(root, "module", None)  # of a wrapper, which an evaluation may leave out
                 is_wrapper = hasattr(inner, "register_forward_pre_hook")
                 for part in [inner, *inner.children()] if is_wrapper else root.children():
-                    part.register_forward_pre_hook(Hook(self._use))  # an evaluation may call an encoder alone
+                    Module.register_forward_pre_hook(part, Hook(self._use))  # an evaluation may call an encoder alone
                 self.cannot_tell |= hasattr(root, "_orig_mod") or hasattr(inner, "_orig_mod")
 
     def _watch_untrained(self, root: Any) -> None:
         """It may be an average of the weights; or a model that another optimizer will hold, which is asked then."""
+        from torch.nn import Module
+
         from samestep.verification.recording.naming import parameters_of
 
         if id(root) not in self._beside and parameters_of(root):
             self._beside.add(id(root))
-            root.register_forward_pre_hook(Hook(self._use_untrained))
+            Module.register_forward_pre_hook(root, Hook(self._use_untrained))
 
     def _use_untrained(self, model: Any, args: Any) -> None:
         import torch
