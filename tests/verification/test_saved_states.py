@@ -166,6 +166,23 @@ def test_parameters_that_are_saved_when_their_optimizer_is_gone_are_compared(now
     assert report.coverage["checkpoint"] == ("differs" if is_found else "identical")
 
 
+def test_parts_of_one_rank_that_all_ranks_load_are_named_where_they_are_saved() -> None:
+    held = {"w": "first", "mean": "m1"}
+
+    def rank(place: str, mine: str, *saves: Event, now: str) -> list[Event]:
+        after = {**stepped(0), "parameters": {"w": f"{place} {mine}"}}
+        going_on = step(1, "h", optimizer=1, parameters={"w": f"{place} {now}"})
+        return [step(0, "g"), after, *saves, load(held), resumed(), going_on]
+
+    saved = save(held, state=STATE | {"parameters": {}})
+    ranks = record(rank("[0]+[4]", "first", saved, now="first"), rank("[4]+[4]", "second", now="first"))
+    report = Report(ranks=2)
+    storage.judge(ranks, report)
+    (error,) = report.errors
+    assert (error.code, error.rank, error.where) == ("checkpoint-inexact", 1, "train.py:40")
+    assert error.cause.startswith("the file has the parts of rank 0 alone, and rank 1 goes on with them")
+
+
 def test_a_file_that_another_model_is_evaluated_with_is_no_resume() -> None:
     """The best weights are loaded for a test while the training goes on."""
     digests = {"w": "p0", "mean": "m0"}

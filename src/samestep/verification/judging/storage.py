@@ -35,7 +35,7 @@ def judge(record: Record, report: Report) -> None:
             unknown.append(rank.number)
         elif state["parameters"]:  # else saved before there was an optimizer
             compared = True
-            report.add(_compared(rank, event, state))
+            report.add([*_of_other_parts(rank, event, *before[-1])] or _compared(rank, event, state))
     if unknown:
         why = f"which parts rank {unknown[0]} held when rank 0 saved the whole is not known"
         report.cover("checkpoint", unchecked(why))
@@ -82,7 +82,7 @@ def _state_of(rank: Rank, saver: Rank, save: Event) -> Event | None:
     state: Event = save["state"]
     if not state["parameters"] and (made := _stepped(saver, save["event"])):  # their optimizer was gone by then
         held = set(save["digests"].values())
-        if not {digest.rpartition(" ")[2] for digest in made.values()} <= held:
+        if not set(map(_value, made.values())) <= held:
             return state
         state = {**state, "parameters": made}
     if rank.number == saver.number or not any(map(place_of, state["parameters"].values())):
@@ -215,6 +215,36 @@ def _nothing_loaded(record: Record) -> Iterator[Finding]:
                     fix="take `module.` off the names, or load into the wrapped model; leave strict=False out",
                 )
                 return
+
+
+def _of_other_parts(rank: Rank, event: Event, saver: Rank, save: Event) -> Iterator[Finding]:
+    """Whether a rank goes on with the parts of the parameters that another rank has saved of its own."""
+    step = rank.steps[event["event"]] if event["event"] < len(rank.steps) else None
+    parts = {} if step is None else {name: one for name, one in step["parameters"].items() if place_of(one)}
+    theirs = _stepped(saver, save["event"])
+    if (
+        rank.number != saver.number
+        and parts
+        and all(
+            place_of(theirs.get(name)) not in {"", place_of(one)} and _value(theirs[name]) == _value(one)
+            for name, one in parts.items()
+        )
+    ):
+        yield Finding(
+            code="checkpoint-inexact",
+            rank=rank.number,
+            step=event["event"],
+            tensor=next(iter(parts)),
+            where=save["where"],
+            cause=f"the file has the parts of rank {saver.number} alone, and rank {rank.number} goes on with them in "
+            "the place of its own",
+            fix="save what all ranks have: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) "
+            "on every rank, or torch.distributed.checkpoint",
+        )
+
+
+def _value(digest: str) -> str:
+    return digest.rpartition(" ")[2]
 
 
 def _compared(rank: Rank, event: Event, state: Event) -> Iterator[Finding]:
