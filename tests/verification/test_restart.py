@@ -55,13 +55,15 @@ def loaded(digest: str = "p2", state: str | None = "momentum") -> list[Event]:
 class Twice:
     """A Runner whose second start comes to these events; it notes what it was asked for."""
 
-    def __init__(self, *again: Event) -> None:
+    def __init__(self, *again: Event, before: str = "g") -> None:
         self.again = record([*again])
+        self.before = before  # the gradients of the steps up to the save
         self.asked: list[tuple[int, dict[str, Any], dict[str, Any]]] = []
 
     def started_twice(self, step: int, first: dict[str, Any], second: dict[str, Any]) -> tuple[Run, Run]:
         self.asked.append((step, first, second))
-        killed = record([MADE, *taken(0, 1), SAVED, *taken(2), KILLED])
+        before = taken(0, 1, gradients={"w": self.before})
+        killed = record([MADE, *before, SAVED, *taken(2), KILLED])
         ended = Ended(code=0, hung=False, failure=None, folder=Path("/nowhere"))
         return Run(ended, killed), Run(ended, self.again)
 
@@ -100,6 +102,22 @@ def test_other_bits_from_the_same_samples_are_found() -> None:
     again = [one | ({"gradients": {"w": "other"}} if one["kind"] == "step" else {}) for one in taken(2, first=2)]
     (error,) = judged(Twice(*loaded(), *again)).errors
     assert (error.tensor, "other bits in w" in error.cause) == ("w", True)
+
+
+def test_other_bits_tell_nothing_of_a_script_that_does_not_repeat_its_own() -> None:
+    again = [one | ({"gradients": {"w": "other"}} if one["kind"] == "step" else {}) for one in taken(2, first=2)]
+    assert judged(Twice(*loaded(), *again, before="of another sum")).findings == []
+
+
+def test_what_a_start_draws_is_no_draw_of_the_step() -> None:
+    def draw(window: int, where: str, digest: str) -> Event:
+        return {"kind": "draw", "place": f"{window}|{where}|1", "digest": digest}
+
+    whole = record([*WITHOUT_A_STOP.ranks[0].events, draw(0, "train.py:9", "data"), draw(2, "train.py:22", "noise")])
+    begun = [*loaded(), draw(0, "train.py:9", "data"), *taken(2, 3, 4, first=2)]
+    assert judged(Twice(*begun, draw(0, "train.py:22", "noise")), whole).findings == []
+    (note,) = judged(Twice(*begun, draw(0, "train.py:22", "other")), whole).findings
+    assert note.severity == "note"
 
 
 def test_other_samples_are_a_note() -> None:
@@ -151,7 +169,7 @@ torch.manual_seed(0)
 x = torch.randn(64, 8)
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
 begun = 0
 if os.path.exists("last.pt"):
     state = torch.load("last.pt")

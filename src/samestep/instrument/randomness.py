@@ -51,7 +51,6 @@ for _family, _names in DRAWS.items():
 
 @without_dropout_and_autocast.patch("torch.nn.functional", *_DROPOUTS, compiled=True)
 def _dropout(original: Any, input: Any, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Any:  # noqa: A002
-
     del original
     if p > 0 and training and not is_traced():
         call("on_dropout", input)

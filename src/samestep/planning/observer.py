@@ -177,10 +177,8 @@ class ProfilingObserver(Observer, ProgressListener, Callbacks):
         from torch.nn import Module
 
         for root in self.roots:
-            hook = Hook(self.begin_forward)
-            handle = Module.register_forward_pre_hook(
-                root, hook, prepend=True, with_kwargs=True
-            )  # of scripted ones too
+            hook = Hook(self.begin_forward)  # by Module's method: a ScriptModule refuses by its own
+            handle = Module.register_forward_pre_hook(root, hook, prepend=True, with_kwargs=True)
             self._undo.append(handle.remove)
         if len(self.steps) == _COUNTED and not self._refuses:
             self._count()

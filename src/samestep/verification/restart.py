@@ -19,6 +19,7 @@ from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import resumed, storage
 from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.words import numbers
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner
 
@@ -59,7 +60,8 @@ def judge(runner: Runner, record: Record, how: dict[str, Any], report: Report) -
         return
     begun = _begins_with(again.record, record)
     if begun is not None and not found.errors:
-        found.add(_goes_on(record, again.record, begun))
+        repeats = not [*differences([rank.steps[:saved] for rank in record.ranks[:1]], killed.record.ranks[0].steps)]
+        found.add(_goes_on(record, again.record, begun, bits=repeats and record.size <= 2))  # one order of adding
     stopped = _STOPPED.format(saved)
     first = found.errors[:1] or found.findings[:1]  # what one rank loses, the others mostly lose too
     about: dict[str, Any] = {"property": "checkpoint", "step": None}
@@ -91,8 +93,11 @@ def _begins_with(again: Record, record: Record) -> int | None:
     )
 
 
-def _goes_on(record: Record, again: Record, begun: int) -> Iterator[Finding]:
-    """Compares the steps of a second start with those without a stop, up to the first that has other samples."""
+def _goes_on(record: Record, again: Record, begun: int, *, bits: bool) -> Iterator[Finding]:
+    """Compares the steps of a second start with those without a stop, up to the first that has other samples.
+
+    `bits` says that two recordings of the script have equal bits, so that other ones tell something.
+    """
     for one, other in zip(record.ranks[0].steps[begun : record.asked], again.ranks[0].steps, strict=False):
         step = one["event"]
         if one["rates"] != other["rates"]:
@@ -100,12 +105,12 @@ def _goes_on(record: Record, again: Record, begun: int) -> Iterator[Finding]:
                 code="checkpoint-inexact",
                 step=step,
                 where=_loaded_at(again),
-                cause=f"it takes step {step} with the learning rate {_listed(other['rates'])}, and without the "
-                f"stop it is {_listed(one['rates'])}: the schedule begins again",
+                cause=f"it takes step {step} with the learning rate {numbers(other['rates'])}, and without the "
+                f"stop it is {numbers(one['rates'])}: the schedule begins again",
                 fix='save {"scheduler": scheduler.state_dict()} as well, and load it',
             )
             return
-        if _rows(record, one) != _rows(again, other) or _drawn(record, one) != _drawn(again, other):
+        if _rows(record, one) != _rows(again, other) or _draw_apart(_drawn(record, one), _drawn(again, other)):
             yield Finding(
                 code="checkpoint-inexact",
                 step=step,
@@ -113,7 +118,7 @@ def _goes_on(record: Record, again: Record, begun: int) -> Iterator[Finding]:
                 cause=f"from step {step} on it has other samples, or random numbers, than without the stop",
             )
             return
-        for _, tensor, _ in differences([[one]], [other]) if record.size <= 2 else ():  # one order of adding
+        for _, tensor, _ in differences([[one]], [other]) if bits else ():
             yield Finding(
                 code="checkpoint-inexact",
                 step=step,
@@ -125,25 +130,31 @@ def _goes_on(record: Record, again: Record, begun: int) -> Iterator[Finding]:
             return
 
 
-def _listed(rates: list[float]) -> str:
-    return ", ".join(f"{rate:g}" for rate in rates)
-
-
 def _loaded_at(again: Record) -> str | None:
     return next((load["where"] for rank in again.ranks for load in rank.of("load")), None)
 
 
 def _rows(record: Record, step: Event) -> set[str]:
     """The samples of a step, of all ranks."""
-    events = [one for rank in record.ranks for one in rank.by_window.get(step["window"], [])]
-    return {row for one in events if one["kind"] in {"batch", "input"} for row in one["rows"] or ()}
+    return {row for _, row in resumed.rows(record, {step["window"]})}
 
 
-def _drawn(record: Record, step: Event) -> list[tuple[str, str | None]]:
-    """What the ranks draw in a step, and where."""
-    drawn = [one for rank in record.ranks for one in rank.of("draw")]
-    places = [(one["digest"], *one["place"].split("|", 1)) for one in drawn]
-    return [(where, digest) for digest, window, where in places if window == str(step["window"])]
+def _drawn(record: Record, step: Event) -> dict[tuple[int, str], list[str | None]]:
+    """Rank and line -> what it draws there in a step."""
+    drawn: dict[tuple[int, str], list[str | None]] = {}
+    for rank in record.ranks:
+        for event in rank.of("draw"):
+            window, where, _ = event["place"].split("|")
+            if window == str(step["window"]):
+                drawn.setdefault((rank.number, where), []).append(event["digest"])
+    return drawn
+
+
+def _draw_apart(
+    without: dict[tuple[int, str], list[str | None]], again: dict[tuple[int, str], list[str | None]]
+) -> bool:
+    """Whether a second start draws otherwise; in its first step there is also what a start draws, before that step."""
+    return any(again.get(line, [])[-len(drawn) :] != drawn for line, drawn in without.items())
 
 
 def one_after_the_other(first: Record, steps: int, second: Record) -> Record:

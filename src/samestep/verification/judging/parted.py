@@ -1,7 +1,9 @@
 """Whether ranks that draw the same order of samples go on doing so, where the script has no DataLoader.
 
-rank 0   order[0::2] │ preview: 32 draws │ other order[0::2]
-rank 1   order[1::2] │                   │       order[1::2]      some samples come twice, others never
+    rank 0   order[0::2] │ preview: 32 draws │ other order[0::2]
+    rank 1   order[1::2] │                   │       order[1::2]      some samples come twice, others never
+
+One process has the preview, too: until it, the ranks together use that process's samples, and others behind it.
 """
 
 from __future__ import annotations

@@ -144,11 +144,11 @@ def _others_behind(record: Record, own_pace: Callable[[], Record]) -> Iterator[F
     first = record.ranks[0].steps[resumed_at[0]]
     before = {step["window"] for step in record.ranks[0].steps if step["event"] < first["event"]}
     alone = own_pace()
-    if len(before) < 2 or _rows(record, before) != _rows(alone, before):
+    if len(before) < 2 or rows(record, before) != rows(alone, before):
         return
-    mine, theirs = (_rows(one, {first["window"]}) for one in (record, alone))
+    mine, theirs = (rows(one, {first["window"]}) for one in (record, alone))
     if mine and theirs and mine != theirs:
-        used = {row for _, row in _rows(record, before)}
+        used = {row for _, row in rows(record, before)}
         again = sum(row in used for _, row in mine)
         passes = [event for event in record.ranks[0].events if event["kind"] in {"pass", "resumed"}]
         begun = [one["where"] for one, then in pairwise(passes) if one["kind"] == "pass" and then["kind"] == "resumed"]
@@ -168,8 +168,8 @@ def _others_behind(record: Record, own_pace: Callable[[], Record]) -> Iterator[F
             yield Finding(code="samples-missing", cause=cause, **about)
 
 
-def _rows(record: Record, windows: set[int]) -> set[tuple[int, str]]:
-    """The samples that were used in some windows, with the window."""
+def rows(record: Record, windows: set[int]) -> set[tuple[int, str]]:
+    """Returns the samples that were used in some windows, with the window."""
     batches = [one for rank in record.data.ranks for one in rank.of("batch", "input") if one["window"] in windows]
     loaded = [one for one in batches if one["kind"] == "batch" and one["training"]]
     return {(one["window"], row) for one in loaded or batches for row in one["rows"]}
