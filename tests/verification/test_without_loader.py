@@ -16,7 +16,7 @@ import samestep
 from samestep import Report
 from samestep.verification.findings import Finding
 from samestep.verification.journal import value_path
-from samestep.verification.judging import average, chance, in_turn, repeated, samples
+from samestep.verification.judging import average, chance, in_turn, own_pace, repeated, samples
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.reference import Comparison
@@ -615,3 +615,22 @@ def test_one_process_draws_for_all_where_its_numbers_are_those_of_all_ranks(
     ours = record(*(draws("draw", one) for one in drawn))
     whole = Run(Ended(code=0, hung=False, failure=None, folder=tmp_path), record(draws("own_draw", alone)))
     assert Comparison(ours, whole, Others(lambda: whole, list)).draws_for_all({0}) == is_so
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ([ONE, OTHER, MEAN], "agrees"),
+        ([ONE, OTHER * 1.01, MEAN], None),  # its second step is another one
+        ([ONE], None),  # one step tells nothing of what it has made
+        ([torch.zeros(4)] * 3, None),
+    ],
+)
+def test_gradients_of_one_process_that_goes_its_own_way(
+    theirs: list[torch.Tensor], said: str | None, tmp_path: Path
+) -> None:
+    ours = trained(tmp_path / "ours", [ONE, OTHER, MEAN] if theirs[0].any() else theirs).record
+    alone = trained(tmp_path / "alone", theirs).record
+    report = Report(ranks=2)
+    own_pace.judge(ours, alone, ours.kept_steps, report)
+    assert report.coverage.get("gradients") == said

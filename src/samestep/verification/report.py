@@ -72,7 +72,11 @@ class Report:
     def undecided(self) -> list[str]:
         """The properties that were not checked and decide: an evaluation, too, of which an outcome was seen."""
         names = [name for name in PROPERTIES if name in DECISIVE or (name == "evaluation" and self.has_evaluated)]
-        return [name for name in names if self.coverage.get(name, "not checked").startswith("not checked")]
+        return [name for name in names if self.is_open(name)]
+
+    def is_open(self, name: str) -> bool:
+        """Whether nothing is known of a property."""
+        return self.coverage.get(name, "not checked").startswith("not checked")
 
     @property
     def has_evaluated(self) -> bool:

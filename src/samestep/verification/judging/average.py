@@ -18,7 +18,7 @@ from torch import Tensor
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
 from samestep.verification.journal import Event
-from samestep.verification.judging import means
+from samestep.verification.judging import means, own_pace
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.samples import left_out, passed_over
 from samestep.verification.judging.words import plural
@@ -109,30 +109,32 @@ def _judge(
     return weights.is_plain  # else the script may divide by something that one process knows too
 
 
-def judge_samples(record: Record, whole: Record, own_pace: Callable[[], Record], report: Report) -> None:
+def judge_samples(record: Record, whole: Record, alone: Callable[[], Record], report: Report) -> None:
     """Adds whether the ranks' models have got the samples that those of one process get.
 
     Args:
         record: of the ranks.
         whole: of the script alone, which takes as many steps.
-        own_pace: records it for as many samples as the ranks have used.
+        alone: records it for as many samples as the ranks have used.
         report: to add to.
     """
     if (where := _drawn_at(record, whole)) is not None:
         report.cover("data", DECLARED, f"each rank draws them at {where}, other ones than the other ranks")
         return
-    mine, theirs = rows_of(record), rows_of(own_pace())
-    if (count := _overlap(record, own_pace())) > _BY_CHANCE * len(mine):
+    mine, theirs = rows_of(record), rows_of(alone())
+    if (count := _overlap(record, alone())) > _BY_CHANCE * len(mine):
         report.add([_parts_that_overlap(record, count)])
-    elif (share := _soon_again(record.data.ranks)) >= _MOST_AGAIN and _soon_again(own_pace().ranks[:1]) <= _BY_CHANCE:
+    elif (share := _soon_again(record.data.ranks)) >= _MOST_AGAIN and _soon_again(alone().ranks[:1]) <= _BY_CHANCE:
         report.add([_comes_again(record, share)])
-    elif count := passed_over([_in_turn(rank) for rank in record.data.ranks], _in_turn(*own_pace().ranks[:1])):
+    elif count := passed_over([_in_turn(rank) for rank in record.data.ranks], _in_turn(*alone().ranks[:1])):
         first = record.ranks[0]
         report.add([left_out(count, first.backward_of(first.steps[0]))])
     elif not mine or not theirs:
         report.cover("data", unchecked(f"{_NO_LOADER}, and the inputs of the models have no rows to compare"))
     elif mine == theirs:
         report.cover("data", AGREES, f"the {len(mine)} samples that one process uses, by what the models get")
+    elif own_pace.worst_error(record, alone(), record.kept_steps) is not None:
+        report.cover("data", AGREES, "one process that goes its own way has the same gradients")
     else:
         report.cover(
             "data",

@@ -212,6 +212,12 @@ class Record:
             return None
         return [self.value(rank.number, event["own"]) for rank, event in zip(self.ranks, events, strict=True)]
 
+    @property
+    def kept_steps(self) -> list[Event]:
+        """The first rank's steps whose values were kept, on all ranks that keep any."""
+        steps = self.ranks[0].steps[: self.steps]
+        return [step for step in steps if step["kept"] is not None and self.is_seen_by_all(step)]
+
     def is_seen_by_all(self, step: Event) -> bool:
         """Whether every rank that keeps gradients, or tells its samples, did so at this step.
 

@@ -12,7 +12,7 @@ from typing import Any
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, REFUTED, unchecked
 from samestep.verification.journal import Event
-from samestep.verification.judging import average, by_hand, by_rank, in_turn, repeated
+from samestep.verification.judging import average, by_hand, by_rank, in_turn, own_pace, repeated
 from samestep.verification.judging import local_steps as local
 from samestep.verification.judging.average import EVERY_ZERO
 from samestep.verification.judging.explanations import Explanations, has_local_norms
@@ -90,9 +90,7 @@ class Comparison:
         until = min(self._in_step.astray, default=None)
         rates = Rates(self.record, self.whole, self.others.own_lengths, self.others.own_pace, until)
         report.add(rates.findings())
-        mine = [event for event in self.record.ranks[0].steps[: self.record.steps] if event["kept"] is not None]
-        mine = [event for event in mine if self.record.is_seen_by_all(event)]
-        common = [event for event in mine if event["event"] in self.whole.steps]
+        common = [event for event in self.record.kept_steps if event["event"] in self.whole.steps]
         common = [one for one in common if self.whole.steps[one["event"]]["optimizer"] == one["optimizer"]]
         common = [event for event in common if event["window"] < self._in_step.until]
         common = [event for event in common if event["window"] not in self._in_step.astray]
@@ -136,6 +134,8 @@ class Comparison:
         if others and not self._are_those_of_one_process(common):
             if not self._compare_in_turn(common, report):
                 average.judge(self.record, common, report)
+                if self.others.own_pace is not None and report.is_open("gradients"):
+                    own_pace.judge(self.record, self.others.own_pace(), common, report)
                 self._judge_repeated(common, report)
             return
         self._compare(common, report, are_multiples=others)
