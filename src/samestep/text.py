@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 LONGEST = 2_000  # characters of somebody else's text that are shown
+_MOST_LISTED = 3  # names
 
 
 def spans(ranks: Iterable[int]) -> str:
@@ -44,6 +45,22 @@ def plural(count: float, what: str) -> str:
     if count == 1:
         return f"{number} {what}"
     return f"{number} {what}{'es' if what.endswith(('tch', 's', 'sh')) else 's'}"
+
+
+def listed(names: Sequence[str], what: str = "tensor") -> str:
+    """Returns names in short.
+
+    >>> listed(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more tensors'
+    """
+    shown = ", ".join(names[:_MOST_LISTED])
+    rest = len(names) - _MOST_LISTED
+    return shown if rest <= 0 else f"{shown} and {plural(rest, f'more {what}')}"
+
+
+def numbers(values: Sequence[float]) -> str:
+    """Returns "0.1, 0.05"."""
+    return ", ".join(f"{value:g}" for value in values)
 
 
 def join_and(names: Sequence[str]) -> str:

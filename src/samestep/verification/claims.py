@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
@@ -29,7 +30,6 @@ from samestep.verification.judging.record import Record
 from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.states import scheduled, several, staged
-from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner
 

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from samestep.text import numbers
 from samestep.verification.claims import differences
 from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import resumed, storage
 from samestep.verification.judging.record import Rank, Record
-from samestep.verification.judging.words import numbers
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner
 

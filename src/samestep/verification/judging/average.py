@@ -15,13 +15,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import means, own_pace
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.samples import left_out, passed_over
-from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 
 __all__: list[str] = []

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, PROVED, REFUTED, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.single import Run
-from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 
 __all__: list[str] = []

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import DECLARED, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.average import EVERY_ZERO, mean_of_means, scaled
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.single import Run
-from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 
 __all__: list[str] = []

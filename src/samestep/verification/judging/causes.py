@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import Any
 
+from samestep.text import listed, numbers, plural
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import REDUCING, Rank, Record
-from samestep.verification.judging.words import listed, numbers, plural
 
 __all__: list[str] = []
 

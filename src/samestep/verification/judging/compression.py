@@ -32,12 +32,12 @@ from samestep.compress.codecs import Codec, RowCodec
 from samestep.compress.compressed_mean import PLAIN, ReductionContext, mean, run_all
 from samestep.compress.error_feedback import ErrorFeedback
 from samestep.runtime.digest import digest
+from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.single import Run
-from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 
 _NEAR = 1e-3  # of a factor, and of a norm

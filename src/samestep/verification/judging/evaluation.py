@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from samestep.runtime.digest import digest
+from samestep.text import listed, plural
 from samestep.verification import numerics
 from samestep.verification.findings import (
     AGREES,
@@ -33,7 +34,6 @@ from samestep.verification.judging.record import Rank, Record, model_inputs, par
 from samestep.verification.judging.samples import Pass, are_loaded, fills_up, loads_for_all, mean_the_same, passes
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.states import differing, differing_ranks
-from samestep.verification.judging.words import listed, plural
 from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.report import Report
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from samestep.text import listed
 from samestep.verification import numerics
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
@@ -24,7 +25,6 @@ from samestep.verification.judging.means import uneven_counts
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.single import Run
-from samestep.verification.judging.words import listed
 
 __all__: list[str] = []
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from samestep.text import plural
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record, model_inputs
 from samestep.verification.judging.resumed import resumed
 from samestep.verification.judging.samples import are_loaded, passes
 from samestep.verification.judging.single import Run
-from samestep.verification.judging.words import plural
 
 __all__: list[str] = []
 

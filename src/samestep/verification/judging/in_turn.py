@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import DECLARED
 from samestep.verification.journal import Event
@@ -20,7 +21,6 @@ from samestep.verification.judging import means
 from samestep.verification.judging.average import clipping, scaled
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.single import Run
-from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 
 __all__: list[str] = []

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from samestep.text import listed
 from samestep.verification.findings import AGREES, DECLARED, REFUTED, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.states import differing_ranks
-from samestep.verification.judging.words import listed
 from samestep.verification.report import Report
 
 __all__: list[str] = []

@@ -6,11 +6,11 @@ say, without a backward pass. Rounding adds up from step to step, so a differenc
 
 from __future__ import annotations
 
+from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
-from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 
 __all__: list[str] = []

@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
+from samestep.text import listed
 from samestep.verification import numerics
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.single import Run
-from samestep.verification.judging.words import listed
 from samestep.verification.report import Report
 
 __all__: list[str] = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from samestep.text import plural
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
-from samestep.verification.judging.words import plural
 
 __all__: list[str] = []
 

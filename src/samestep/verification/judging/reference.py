@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, REFUTED, unchecked
 from samestep.verification.journal import Event
@@ -24,7 +25,6 @@ from samestep.verification.judging.samples import are_loaded, loads_for_all
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.states import averaged_behind, local_steps
 from samestep.verification.judging.windows import Windows
-from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 
 __all__: list[str] = []

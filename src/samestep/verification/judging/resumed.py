@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from samestep.text import plural
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
-from samestep.verification.judging.words import plural
 
 __all__: list[str] = []
 

@@ -14,11 +14,11 @@ from itertools import combinations, pairwise, takewhile
 from operator import eq
 from typing import Any
 
+from samestep.text import plural
 from samestep.verification.findings import AGREES, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import parted, resumed
 from samestep.verification.judging.record import Rank, Record
-from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 
 __all__: list[str] = []

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from samestep.text import listed
 from samestep.verification.findings import Finding
 from samestep.verification.journal import place_of
 from samestep.verification.judging.record import Record, part_at
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.states import built_at, made
-from samestep.verification.judging.words import listed
 from samestep.verification.report import Report
 
 __all__: list[str] = []

@@ -14,12 +14,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from samestep.text import listed, plural
 from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
 from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.causes import JOIN, NO_GROUP, OUTSIDE, diverged, of_gradients, of_parameters
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.single import Run
-from samestep.verification.judging.words import listed, plural
 from samestep.verification.report import Report
 
 __all__: list[str] = []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from samestep.text import listed
 from samestep.verification.findings import AGREES, DECLARED, NOT_REACHED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.resumed import same
 from samestep.verification.judging.states import differing
-from samestep.verification.judging.words import listed
 from samestep.verification.report import Report
 
 __all__: list[str] = []

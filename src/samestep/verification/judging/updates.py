@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, PROVED, REFUTED, Finding, unchecked
 from samestep.verification.journal import Event
@@ -19,7 +20,6 @@ from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import BY_THEMSELVES, Record
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.states import averaged_behind, healed_at_once
-from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 
 __all__: list[str] = []

@@ -22,9 +22,9 @@ from samestep.instrument.patch import call_site
 from samestep.launch.rank.excepthook import write_stderr
 from samestep.launch.rank.observers import Observer, RankContext
 from samestep.rankenv import variable
+from samestep.text import plural
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
-from samestep.verification.judging.words import plural
 from samestep.verification.online import exchange
 from samestep.verification.online.exchange import FinalSummary, StepSummary, SummaryDetail, SummaryExchange
 from samestep.verification.online.outcome import CHECKED, FINDINGS, NOT_CHECKED

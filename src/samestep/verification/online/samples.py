@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from samestep.instrument.callbacks import LoaderPass
+from samestep.text import plural
 from samestep.verification.findings import Finding
 from samestep.verification.judging.samples import DIVIDE, UNDIVIDED
-from samestep.verification.judging.words import plural
 from samestep.verification.online.exchange import PassSummary
 
 _SAMPLERS = {"RandomSampler", "SequentialSampler", "SubsetRandomSampler", "DistributedSampler"}
