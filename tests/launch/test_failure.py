@@ -229,3 +229,16 @@ def test_a_file_has_one_name_however_a_process_was_told_of_it(monkeypatch, filen
     """A rank and the process that it spawns name their script differently."""
     monkeypatch.setattr(user_code, "_start", ["/home/work"])
     assert relative_path(filename) == name
+
+
+@pytest.mark.parametrize(
+    "installed",
+    [
+        "/usr/lib/python3/dist-packages/torch/nn/modules/linear.py",  # Debian's, or seen by --system-site-packages
+        "/home/me/.local/lib/python3.11/site-packages/torch/optim/sgd.py",
+        "/opt/torch/lib/python3.11/site-packages/torch/_tensor.py",  # on the path of another environment
+    ],
+)
+def test_packages_of_another_environment_are_not_the_users_files(installed):
+    assert not user_code.is_user_file(installed)
+    assert user_code.is_user_file("/home/me/packages/train.py")

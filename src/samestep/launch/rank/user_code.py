@@ -19,6 +19,7 @@ from typing import TypeVar
 STACKS_SIGNAL = 40  # makes faulthandler write; a real-time signal that neither glibc (32, 33) nor torch or Slurm uses
 PACKAGE = str(Path(__file__).resolve().parents[2])
 _LAUNCH = (f"{Path(__file__).parents[1]}/", f"{PACKAGE}/launch/")
+_PACKAGES = {"site-packages", "dist-packages"}
 _RECIPES = f"{PACKAGE}/recipes"  # users of the public API: their lines are a user's lines
 UNKNOWN: tuple[str | None, str | None] = (None, None)
 SERVED = " in _run_function"  # torch.distributed.rpc calls it for another rank
@@ -52,7 +53,8 @@ def is_user_file(filename: str) -> bool:
     path = real_path(filename)
     if lies_in(path, PACKAGE):
         return lies_in(path, _RECIPES)
-    return not any(lies_in(path, place) for place in _installed_places())
+    is_installed = not _PACKAGES.isdisjoint(Path(path).parts)  # also of the system, seen from a virtual environment
+    return not (is_installed or any(lies_in(path, place) for place in _installed_places()))
 
 
 def real_path(filename: str) -> str:
