@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from journals import Event, passed, record, step
 
-from samestep.verification.findings import Finding
+from samestep.verification.findings import AGREES, DECLARED, REFUTED, Finding
+from samestep.verification.judging import rates
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
@@ -167,3 +168,26 @@ def test_a_rate_of_zero_is_compared_too() -> None:
     (error,) = found([step(0, "g", rates=[0.1])], alone(0, 0.0))
     assert (error.severity, error.factor) == ("error", None)
     assert found([step(0, "g", rates=[0.0])], alone(0, 0.0)) == []
+
+
+def given(rows: int) -> list[Event]:
+    """What models get in two windows."""
+    return [{"kind": "input", "window": one, "rows": [f"{one}.{row}" for row in range(rows)]} for one in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "gradients", "severity"),
+    [
+        (8, AGREES, "error"),  # the batch of one process is that of all ranks
+        (4, AGREES, "note"),  # that of one rank: it grows with their number, as the rate does
+        (8, DECLARED, "note"),  # the gradients may be smaller by as much
+    ],
+)
+def test_a_rate_is_scaled_where_the_batch_grows(rows: int, gradients: str, severity: str) -> None:
+    ranks = [*given(4), step(0, "g", rates=[0.8]), step(1, "g", rates=[0.8])]
+    notes = found(ranks, [*alone(0, 0.4), *alone(1, 0.4)])
+    report = Report(ranks=2, steps=2, findings=notes, coverage={"gradients": gradients})
+    own_pace = record([*given(rows), *alone(0, 0.4), *alone(1, 0.4)])
+    rates.judge_scaled(record(ranks, ranks), lambda: own_pace, report)
+    assert [(one.code, one.severity) for one in report.findings] == [("learning-rate-differs", severity)]
+    assert (report.coverage.get("control") == REFUTED) == (severity == "error")

@@ -170,8 +170,8 @@ PAGES = {
     "learning-rate-differs": Page(
         "learning rates differ",
         "Between ranks: parameters drift apart though gradients agree. Between N ranks and one process: the script "
-        "scales its rate more than its batch grows, or its schedule has another pace: it moves on once for each rank, "
-        "say, while its length counts steps.",
+        "scales its rate more than its batch grows, or while the batch of all ranks stays as large, or its schedule "
+        "has another pace: it moves on once for each rank, say, while its length counts steps.",
         "Let schedules see reduced metrics; scale the rate once.",
         "rates of every optimizer at every step, compared between ranks and with the script alone",
     ),

@@ -30,6 +30,7 @@ from samestep.verification.judging import (
     evaluation,
     moved,
     parts,
+    rates,
     reached,
     samples,
     shards,
@@ -574,6 +575,7 @@ def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], 
                 storage.judge_with(record, compared, report)
             report.remarks.append(by_hand.REMARK if record.is_by_hand else by_hand.WITHIN)
         Comparison(record, whole, others).judge(report)
+        rates.judge_scaled(record, own_pace, report)
         if not record.is_averaged_within:
             Updates(record, whole, others).judge(report)
         if whole.apart is None:

@@ -23,19 +23,24 @@ is given. Then the rates of one process at its own pace are as high when it has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from samestep.verification.findings import Finding, Severity
+from samestep.verification.findings import AGREES, Finding, Severity
 from samestep.verification.journal import Event
+from samestep.verification.judging.average import calls_in
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.samples import passes
 from samestep.verification.judging.single import Run
+from samestep.verification.report import Report
 
 __all__: list[str] = []
 
 _SAME = 1e-3  # of a rate
 _AS_FAR = 0.9  # of the samples that the ranks have used: one process may leave out an incomplete batch more often
+_SCALED = "scaled with the number of ranks"
+_FIX_SCALED = "leave the rate as it is: it is scaled where the batch of all ranks grows with their number"
 _FIX = "scale the rate once, as the whole batch grows; let a schedule be as long as that of one process"
 _FIX_OFTEN = (
     "move the schedule on once for each step of the optimizer, or count its length in batches of all ranks: "
@@ -92,7 +97,7 @@ class Rates:
             if pairs and other is None:
                 wrong, scaled = None, then_scaled
         if scaled is not None:
-            yield self._finding(scaled, "scaled with the number of ranks", None, "note")
+            yield self._finding(scaled, _SCALED, None, "note")
         if wrong is not None and self._is_often(wrong.event, alone):
             times = f"the schedule moves on {self.record.size} times at every step, in one process once"
             yield self._finding(wrong, times, _FIX_OFTEN)
@@ -192,6 +197,41 @@ class Rates:
             "one rank, and so does its length",
             fix=None,
         )
+
+
+def judge_scaled(record: Record, own_pace: Callable[[], Record], report: Report) -> None:
+    """Makes an error of a note on scaled rates where one process, too, has the samples of all ranks in a step.
+
+    Args:
+        record: of the ranks, whose gradients are those of one process.
+        own_pace: records one process that goes its own way.
+        report: with the note.
+    """
+    notes = [one for one in report.findings if one.severity == "note" and one.cause.endswith(_SCALED)]
+    if not notes or report.coverage.get("gradients") != AGREES:
+        return
+    ours, theirs = _sizes(record.data.ranks), _sizes(own_pace().ranks[:1])
+    both = [(ours[window], theirs[window]) for window in ours if window in theirs]
+    if not both or any(mine != alone for mine, alone in both):
+        return
+    for note in notes:
+        report.findings.remove(note)
+        cause = f"{note.cause}, but one process has as many samples in a step as all ranks together"
+        report.add([replace(note, severity="error", cause=cause, fix=_FIX_SCALED)])
+
+
+def _sizes(ranks: Sequence[Rank]) -> dict[int, int]:
+    """Window -> how many samples are trained on in it: as DataLoaders yield them, else as models get them."""
+    loaded: Counter[int] = Counter()
+    given: Counter[int] = Counter()
+    for rank in ranks:
+        for batch in rank.of("batch"):
+            loaded[batch["window"]] += batch["size"] if batch["training"] else 0
+        for window in {one["window"] for one in rank.of("input")}:
+            given[window] += sum(map(len, calls_in(rank, window)))
+    steps = {step["window"] for rank in ranks for step in rank.steps}
+    found = loaded if any(loaded.values()) else given
+    return {window: found[window] for window in sorted(steps) if found[window]}
 
 
 def _most(pairs: list[_Pair], size: int) -> float:
