@@ -18,19 +18,12 @@ __all__: list[str] = []
 
 
 class Benchmark(NamedTuple):
-    """A module with `run(options: Options) -> Report`.
-
-    Attributes:
-        module: its name.
-        summary: what the help says of it.
-        repeats: how many pairs it takes.
-        joins: whether it measures among ranks that have been started; the others start their own.
-    """
+    """A module with `run(options: Options) -> Report`."""
 
     module: str
-    summary: str
-    repeats: int
-    joins: bool = False
+    summary: str  # what the help says of it
+    repeats: int  # how many pairs it takes
+    joins: bool = False  # whether it measures among ranks that have been started; the others start their own
 
 
 BENCHMARKS = {

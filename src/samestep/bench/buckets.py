@@ -30,21 +30,13 @@ UNDECIDED = 100  # steps after which something is wrong
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed in one set of processes.
+    """What is timed in one set of processes."""
 
-    Attributes:
-        task: the network and its data.
-        reduce: how gradients are added.
-        device: where; None for the ranks' GPUs.
-        repeats: pairs of blocks.
-        auto_first: whose memory is taken first.
-    """
-
-    task: Workload
-    reduce: Reduce | None
-    device: str | None
-    repeats: int
-    auto_first: bool
+    task: Workload  # the network and its data
+    reduce: Reduce | None  # how gradients are added
+    device: str | None  # where; None for the ranks' GPUs
+    repeats: int  # pairs of blocks
+    auto_first: bool  # whose memory is taken first
 
 
 def run(options: Options) -> Report:

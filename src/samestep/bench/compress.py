@@ -50,21 +50,13 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank found out.
+    """What one rank found out."""
 
-    Attributes:
-        times: seconds of steps, by way; "backend" is without compression.
-        sent: bytes that a rank sends a step, by codec.
-        coding: seconds that encoding and decoding take, by codec.
-        plain: bytes that a rank sends a step without compression.
-        conditions: that a report names.
-    """
-
-    times: dict[str, list[float]]
-    sent: dict[str, float]
-    coding: dict[str, float]
-    plain: float
-    conditions: dict[str, Any]
+    times: dict[str, list[float]]  # seconds of steps, by way; "backend" is without compression
+    sent: dict[str, float]  # bytes that a rank sends a step, by codec
+    coding: dict[str, float]  # seconds that encoding and decoding take, by codec
+    plain: float  # bytes that a rank sends a step without compression
+    conditions: dict[str, Any]  # that a report names
 
 
 def run(options: Options) -> Report:

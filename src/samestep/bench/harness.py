@@ -36,15 +36,10 @@ FEWEST = 6  # pairs: of 5, all lie on one side of the median once in 16 times
 
 @dataclass(frozen=True)
 class Options:
-    """What every benchmark can be told.
+    """What every benchmark can be told."""
 
-    Attributes:
-        ranks: processes on this machine.
-        repeats: pairs of blocks.
-    """
-
-    ranks: int = 2
-    repeats: int = 150
+    ranks: int = 2  # processes on this machine
+    repeats: int = 150  # pairs of blocks
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -55,21 +50,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Times of pairs of blocks, in seconds a unit of work; `ours[i]` and `theirs[i]` were taken side by side.
+    """Times of pairs of blocks, in seconds a unit of work; `ours[i]` and `theirs[i]` were taken side by side."""
 
-    Attributes:
-        name: what was compared with what.
-        unit: the work that one time is for, such as "step".
-        most: the ratio promised at most, or None where nothing is promised.
-        figures: what else was found out, by name.
-    """
-
-    name: str
-    unit: str
+    name: str  # what was compared with what
+    unit: str  # the work that one time is for, such as "step"
     ours: tuple[float, ...]
     theirs: tuple[float, ...]
-    most: float | None = None
-    figures: dict[str, float] = field(default_factory=dict)
+    most: float | None = None  # the ratio promised at most, or None where nothing is promised
+    figures: dict[str, float] = field(default_factory=dict)  # what else was found out, by name
 
     @property
     def ratios(self) -> list[float]:
@@ -139,24 +127,17 @@ def interval_rank(count: int) -> int:
 
 @dataclass(frozen=True)
 class Report:
-    """What a benchmark found, and under which conditions.
-
-    Attributes:
-        rows: figures to show beside the times, where each comparison is to be one row of a table.
-        conclusion: what follows, where there is more to say than what was promised.
-        legend: what the columns are, for people.
-        curves: by name, (bytes, GB/s) of what the plot shows.
-        file: a text that --write keeps.
-    """
+    """What a benchmark found, and under which conditions."""
 
     bench: str
     comparisons: Sequence[Comparison]
     setting: dict[str, Any] = field(default_factory=dict)
-    rows: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()  # figures to show beside the times, where each comparison is to be one row of a table
+    # by name, (bytes, GB/s) of what the plot shows
     curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    conclusion: str = ""
-    legend: str = ""
-    file: str = ""
+    conclusion: str = ""  # what follows, where there is more to say than what was promised
+    legend: str = ""  # what the columns are, for people
+    file: str = ""  # a text that --write keeps
 
     def as_json(self) -> dict[str, Any]:
         """The report as `samestep bench --json` writes it."""

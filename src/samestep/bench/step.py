@@ -44,23 +44,14 @@ STEPS = 2  # in a block: few, so that many pairs fit in a minute and what distur
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed in one set of processes.
+    """What is timed in one set of processes."""
 
-    Attributes:
-        task: the network and its data.
-        as_it_comes: on one batch, with gradients in shared memory; else with loaders, over the backend.
-        device: where; None for the ranks' GPUs.
-        repeats: pairs of blocks.
-        ours_first: whose memory is taken first.
-        peer: another library to compare with, instead of a loop by hand.
-    """
-
-    task: Workload
-    as_it_comes: bool
-    device: str | None
-    repeats: int
-    ours_first: bool
-    peer: str | None = None
+    task: Workload  # the network and its data
+    as_it_comes: bool  # on one batch, with gradients in shared memory; else with loaders, over the backend
+    device: str | None  # where; None for the ranks' GPUs
+    repeats: int  # pairs of blocks
+    ours_first: bool  # whose memory is taken first
+    peer: str | None = None  # another library to compare with, instead of a loop by hand
 
 
 def run(options: Options) -> Report:

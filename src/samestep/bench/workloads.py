@@ -24,20 +24,12 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained.
+    """What is trained."""
 
-    Attributes:
-        name: "mlp", "cnn", "transformer" or "wide".
-        batch: samples a rank and step.
-        shape: of a sample.
-        samples: in the dataset.
-        classes: that there are.
-    """
-
-    name: str
-    batch: int
-    shape: tuple[int, ...]
-    samples: int = 8192
+    name: str  # "mlp", "cnn", "transformer" or "wide"
+    batch: int  # samples a rank and step
+    shape: tuple[int, ...]  # of a sample
+    samples: int = 8192  # in the dataset
     classes: int = CLASSES
 
     def network(self) -> nn.Module:

@@ -17,24 +17,16 @@ FIELDS = ("check", "level", "text", "effect", "fix")  # of a line, in its order
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one thing.
-
-    Attributes:
-        check: the thing.
-        level: "error" where training would fail, "warning" where it would be slow or would fail sometimes, "note" where
-            something may surprise.
-        text: what is so.
-        effect: what it will cause; "" where it is ok.
-        fix: a command that works when pasted; behind `#` stands a remark.
-        host: where; "" for all.
-    """
+    """What was found of one thing."""
 
     check: str
+    # "error" where training would fail, "warning" where it would be slow or would fail sometimes, "note" where
+    # something may surprise
     level: Level
     text: str
-    effect: str = ""
-    fix: str = ""
-    host: str = ""
+    effect: str = ""  # what it will cause; "" where it is ok
+    fix: str = ""  # a command that works when pasted; behind `#` stands a remark
+    host: str = ""  # where; "" for all
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -33,21 +33,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Observations:
-    """What was seen of a training.
+    """What was seen of a training."""
 
-    Attributes:
-        script: as people call it.
-        steps: all, in their order.
-        timed: which of them nothing disturbed, if there were enough.
-        calls: the models that the script calls, each with its largest call.
-        optimizers: that have stepped.
-    """
-
-    script: str
-    steps: Sequence[StepTrace]
-    timed: range
-    calls: Sequence[tuple[nn.Module, CapturedCall]]
-    optimizers: Sequence[torch.optim.Optimizer]
+    script: str  # as people call it
+    steps: Sequence[StepTrace]  # all, in their order
+    timed: range  # which of them nothing disturbed, if there were enough
+    calls: Sequence[tuple[nn.Module, CapturedCall]]  # the models that the script calls, each with its largest call
+    optimizers: Sequence[torch.optim.Optimizer]  # that have stepped
 
     @property
     def chosen(self) -> Sequence[StepTrace]:

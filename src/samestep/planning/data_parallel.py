@@ -43,21 +43,13 @@ FREE = Link(0.0, float("inf"))
 
 @dataclass(frozen=True)
 class Communication:
-    """What the all-reduces of a step add to its backward.
+    """What the all-reduces of a step add to its backward."""
 
-    Attributes:
-        name: of the algorithm.
-        buckets: bytes of each.
-        latency: seconds of it that messages take to start.
-        transfer: seconds that their bytes take.
-        overlap: the part of all that runs beside the backward.
-    """
-
-    name: str
-    buckets: tuple[int, ...]
-    latency: float
-    transfer: float
-    overlap: float
+    name: str  # of the algorithm
+    buckets: tuple[int, ...]  # bytes of each
+    latency: float  # seconds of it that messages take to start
+    transfer: float  # seconds that their bytes take
+    overlap: float  # the part of all that runs beside the backward
 
     @property
     def seconds(self) -> float:

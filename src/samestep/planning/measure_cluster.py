@@ -42,21 +42,13 @@ CALLS = 6  # in a series
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """What was measured.
-
-    Attributes:
-        links: among the ranks.
-        shared: all-reduces in shared memory; bytes of all ranks a second. None over several hosts.
-        hosts: how many there are.
-        local: ranks on each.
-        memory: bytes of a device; of a host's memory, a rank's even share.
-    """
+    """What was measured."""
 
     links: Links
-    shared: Link | None
-    hosts: int
-    local: int
-    memory: float
+    shared: Link | None  # all-reduces in shared memory; bytes of all ranks a second. None over several hosts
+    hosts: int  # how many there are
+    local: int  # ranks on each
+    memory: float  # bytes of a device; of a host's memory, a rank's even share
 
 
 def devices() -> int:

@@ -295,21 +295,14 @@ def batch_size_of(value: Any) -> int:
 
 @dataclass(frozen=True)
 class CapturedCall:
-    """One call of a model.
+    """One call of a model."""
 
-    Attributes:
-        args: by position; tensors are copies without gradients.
-        kwargs: by name, likewise.
-        samples: that it was called with.
-        autocast: precision that it ran in, by kind of device; None where it ran in its own.
-        training: the model was in training mode, which an evaluation behind the last step changes.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    samples: int
+    args: tuple[Any, ...]  # by position; tensors are copies without gradients
+    kwargs: dict[str, Any]  # by name, likewise
+    samples: int  # that it was called with
+    # precision that it ran in, by kind of device; None where it ran in its own
     autocast: tuple[str, torch.dtype] | None
-    training: bool = True
+    training: bool = True  # the model was in training mode, which an evaluation behind the last step changes
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool = True) -> CapturedCall:

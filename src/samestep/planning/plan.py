@@ -26,22 +26,14 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What was found.
-
-    Attributes:
-        profile: of one process.
-        cluster: that it was planned for.
-        planner: that predicts.
-        points: of 1, 2, 4, … ranks.
-        changes: that would help with as many ranks as are best.
-        compressed: the step of the best ranks with gradients of 8 bits; None where nothing is summed.
-    """
+    """What was found."""
 
     profile: Profile
-    cluster: Cluster
+    cluster: Cluster  # that it was planned for
     planner: Planner
-    points: tuple[ScalingPoint, ...]
-    changes: tuple[Suggestion, ...]
+    points: tuple[ScalingPoint, ...]  # of 1, 2, 4, … ranks
+    changes: tuple[Suggestion, ...]  # that would help with as many ranks as are best
+    # the step of the best ranks with gradients of 8 bits; None where nothing is summed
     compressed: PredictedStep | None
 
     @property

@@ -32,15 +32,10 @@ SCHEDULES = ("1f1b", "zero-bubble")
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """The best steps of a number of ranks.
-
-    Attributes:
-        ranks: how many.
-        steps: by kind, the fastest, or why there is none.
-    """
+    """The best steps of a number of ranks."""
 
     ranks: int
-    steps: dict[str, PredictedStep | str]
+    steps: dict[str, PredictedStep | str]  # by kind, the fastest, or why there is none
 
     @property
     def best(self) -> PredictedStep | None:
@@ -51,24 +46,16 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class Planner:
-    """Predicts a training on a cluster.
-
-    Attributes:
-        profile: of one process.
-        fabric: among the ranks.
-        speed: of a device, relative to the profiled one.
-        memory: bytes of a device.
-        scale_batch: the batch grows with the ranks: each takes as many samples as the profiled process; else all take
-            those together, and the training is the same.
-        batch_factor: the batch is so many times that of the profile.
-    """
+    """Predicts a training on a cluster."""
 
     profile: Profile
     fabric: ClusterFabric
-    speed: float = 1.0
-    memory: float = float("inf")
+    speed: float = 1.0  # of a device, relative to the profiled one
+    memory: float = float("inf")  # bytes of a device
+    # the batch grows with the ranks: each takes as many samples as the profiled process; else all take those
+    # together, and the training is the same
     scale_batch: bool = False
-    batch_factor: int = 1
+    batch_factor: int = 1  # the batch is so many times that of the profile
     _known: dict[int, ScalingPoint] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property

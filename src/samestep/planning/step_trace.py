@@ -25,15 +25,10 @@ PARTS = ("data", "forward", "backward", "optimizer", "other")
 
 @dataclass(frozen=True)
 class Timestamp:
-    """A moment.
+    """A moment."""
 
-    Attributes:
-        ns: nanoseconds of this process's clock.
-        event: one of CUDA's, once the process uses a GPU.
-    """
-
-    ns: int
-    event: Any = None
+    ns: int  # nanoseconds of this process's clock
+    event: Any = None  # one of CUDA's, once the process uses a GPU
 
     def until(self, later: Timestamp) -> float:
         """Returns the seconds from here to a later moment; waits for the device to come by.
@@ -59,23 +54,15 @@ def timestamp() -> Timestamp:
 
 @dataclass
 class StepTrace:
-    """A step, as far as it has come.
+    """A step, as far as it has come."""
 
-    Attributes:
-        pieces: what the process was at, and since when.
-        ended: when the step was over; None before.
-        passes: backward passes so far.
-        ready: by parameter, the backward pass that its gradient was ready in, and when.
-        samples: of the step; 0 where nobody has told.
-        kept: bytes kept from a forward to its backward, of the pass that keeps most; 0 where nobody has counted.
-    """
-
-    pieces: list[tuple[str, Timestamp]]
-    ended: Timestamp | None = None
-    passes: int = 0
+    pieces: list[tuple[str, Timestamp]]  # what the process was at, and since when
+    ended: Timestamp | None = None  # when the step was over; None before
+    passes: int = 0  # backward passes so far
+    # by parameter, the backward pass that its gradient was ready in, and when
     ready: dict[int, tuple[int, Timestamp]] = field(default_factory=dict)
-    samples: int = 0
-    kept: int = 0
+    samples: int = 0  # of the step; 0 where nobody has told
+    kept: int = 0  # bytes kept from a forward to its backward, of the pass that keeps most; 0 where nobody has counted
 
     def begin(self, name: str) -> None:
         """Notes what the process is at from now on."""

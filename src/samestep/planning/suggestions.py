@@ -27,19 +27,12 @@ PASSES = 6  # over each gradient, to encode it and to decode it, each as slow as
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Something that could be changed.
+    """Something that could be changed."""
 
-    Attributes:
-        what: to do, in words.
-        step: as it would be then.
-        gain: samples a second then, over those of now, less 1.
-        same: whether it stays the same training.
-    """
-
-    what: str
-    step: PredictedStep
-    gain: float
-    same: bool = True
+    what: str  # to do, in words
+    step: PredictedStep  # as it would be then
+    gain: float  # samples a second then, over those of now, less 1
+    same: bool = True  # whether it stays the same training
 
     def __str__(self) -> str:
         another = "" if self.same else " (another training)"
