@@ -66,6 +66,5 @@ def benchmark(name: str) -> Benchmark:
 
 
 def load(chosen: Benchmark) -> Callable[[Options], Report]:
-    """Returns the function that runs a benchmark."""
     run: Callable[[Options], Report] = import_module(chosen.module).run
     return run

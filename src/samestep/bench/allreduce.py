@@ -47,8 +47,6 @@ KINDS = ("registered", "copied")
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of one call, of pairs of blocks."""
-
     kind: str
     nbytes: int
     ours: list[float]
@@ -56,7 +54,6 @@ class Timed:
 
 
 def run(options: Options) -> Report:
-    """Starts the ranks, times every size and returns the report."""
     if options.ranks < 2:
         raise UsageError("an all-reduce needs 2 ranks or more: samestep bench allreduce -n 2")
     timed, bytes_per_s, conditions = spawn(compare, options.ranks, options.repeats, SIZES, progress=False)[0]
@@ -79,7 +76,6 @@ def _comparison(timed: Timed, ranks: int, bytes_per_s: float) -> Comparison:
 
 
 def _curves(timed: list[Timed], options: Options) -> dict[str, list[tuple[float, float]]]:
-    """Bus bandwidth against size, of each way."""
     factor = 2 * (options.ranks - 1) / options.ranks / 1e9
     curves: dict[str, list[tuple[float, float]]] = {name: [] for name in (*KINDS, "gloo")}
     for one in timed:
@@ -97,7 +93,6 @@ def promised(kind: str, nbytes: int) -> float:
 
 
 def size_text(nbytes: int) -> str:
-    """Returns "25 MiB", "4 B" and their like."""
     for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
         if nbytes >= unit:
             return f"{nbytes // unit} {name}"

@@ -30,8 +30,6 @@ UNDECIDED = 100  # steps after which something is wrong
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed in one set of processes."""
-
     task: Workload  # the network and its data
     reduce: Reduce | None  # how gradients are added
     device: str | None  # where; None for the ranks' GPUs
@@ -40,7 +38,6 @@ class Case:
 
 
 def run(options: Options) -> Report:
-    """Starts the ranks, times both and returns the report."""
     if options.ranks < 2:
         raise UsageError("buckets need 2 ranks or more: samestep bench buckets -n 2")
     device = training_device(options.ranks)

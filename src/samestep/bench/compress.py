@@ -50,8 +50,6 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank found out."""
-
     times: dict[str, list[float]]  # seconds of steps, by way; "backend" is without compression
     sent: dict[str, float]  # bytes that a rank sends a step, by codec
     coding: dict[str, float]  # seconds that encoding and decoding take, by codec
@@ -111,7 +109,6 @@ def conclusion(comparisons: list[Comparison], hosts: int) -> str:
 
 
 def measure(device: str | None, repeats: int) -> Measured:
-    """Runs on every rank; returns what it found. Collective."""
     with samestep.world(device=device) as world:
         ways = {codec: _replica(world, codec) for codec in CODECS}
         ways |= {"backend": _replica(world, None, "gloo"), AS_IT_COMES: _replica(world, None)}
@@ -128,7 +125,6 @@ def measure(device: str | None, repeats: int) -> Measured:
 
 
 def _hosts(world: World) -> int:
-    """Returns how many hosts there are. Collective."""
     return len(set(all_gather_json(world.data, world.host_index)))
 
 

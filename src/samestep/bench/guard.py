@@ -68,7 +68,6 @@ def compare(
 
 
 def block(steps: Iterator[None], guard: DriftMonitor, *, awake: bool) -> None:
-    """Takes as many steps as lie between two checks."""
     guard.active = awake
     for _ in range(EVERY):
         next(steps)

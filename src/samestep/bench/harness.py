@@ -36,8 +36,6 @@ FEWEST = 6  # pairs: of 5, all lie on one side of the median once in 16 times
 
 @dataclass(frozen=True)
 class Options:
-    """What every benchmark can be told."""
-
     ranks: int = 2  # processes on this machine
     repeats: int = 150  # pairs of blocks
 
@@ -66,7 +64,6 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """The median ratio."""
         return median(self.ratios)
 
     @property
@@ -140,7 +137,6 @@ class Report:
     file: str = ""  # a text that --write keeps
 
     def as_json(self) -> dict[str, Any]:
-        """The report as `samestep bench --json` writes it."""
         comparisons = [comparison.as_json() for comparison in self.comparisons]
         return {"bench": self.bench, "setting": self.setting, "comparisons": comparisons} | (
             {"conclusion": self.conclusion} if self.conclusion else {}

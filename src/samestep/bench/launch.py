@@ -43,7 +43,6 @@ dist.destroy_process_group()
 
 
 def run(options: Options) -> Report:
-    """Times the launchers in alternating pairs and returns the report."""
     with tempfile.TemporaryDirectory(prefix="samestep-bench-") as folder:
         sides = _Sides(Path(folder), options.ranks)
         with_torchrun = interleave(sides.samestep, sides.torchrun, pairs=options.repeats, warmup=1)

@@ -51,7 +51,6 @@ Rows = list[tuple[str, str, dict[str, list[float]]]]
 
 
 def run(options: Options) -> Report:
-    """Starts the jobs and returns the report."""
     if options.ranks < 2:
         raise UsageError("an all-reduce needs 2 ranks or more: samestep bench mpi -n 2")
     cores = len(os.sched_getaffinity(0))
@@ -86,7 +85,6 @@ def _comparisons(name: str, unit: str, times: dict[str, list[float]], prefix: st
 
 @contextlib.contextmanager
 def _busy(count: int) -> Iterator[None]:
-    """Keeps so many cores busy."""
     spinning = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(count)]
     try:
         yield

@@ -58,7 +58,6 @@ _ACCEPT_S = 0.2
 
 
 def run(options: Options) -> Report:
-    """Starts the ranks, times both observers on them and returns the report."""
     device = training_device(options.ranks)
     recorded, facts = _compared(
         "verify's recorder / nobody, a step without kept values", RECORDER, RECORDED, options, device

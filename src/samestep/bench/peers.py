@@ -16,7 +16,6 @@ __all__: list[str] = []
 
 
 def installed() -> list[str]:
-    """Returns the names of those that are."""
     return [name for name, (module, _) in PEERS.items() if find_spec(module) is not None]
 
 

@@ -89,7 +89,6 @@ def promised(name: str) -> float | None:
 
 
 def compare(repeats: int, device: str | None) -> Measured:
-    """Runs on every rank. Collective."""
     with samestep.world(device=device, pipeline=int(variable("WORLD_SIZE") or 1)) as world:
         link = measure_link(world)
         times: dict[str, Times] = {}
@@ -221,8 +220,6 @@ def beside_torch(world: World, batch: tuple[Tensor, Tensor], repeats: int) -> Ti
 
 
 def stepper(stage: Any, batch: tuple[Tensor, Tensor]) -> Callable[[], None]:
-    """Returns what takes a step."""
-
     def step() -> None:
         stage.zero_grad()
         stage.step(batch)
@@ -271,7 +268,6 @@ def waits(stages: int, factors: Sequence[float] = ()) -> nn.Sequential:
 
 
 def setting(world: World) -> dict[str, Any]:
-    """Returns the conditions that a report names."""
     return {
         "ranks": world.size,
         "device": str(world.device),

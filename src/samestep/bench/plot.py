@@ -27,7 +27,6 @@ def check_plot(name: str) -> None:
 
 
 def draw(report: Report, file: Path) -> None:
-    """Writes the page."""
     from plotly import graph_objects
 
     figure = graph_objects.Figure()

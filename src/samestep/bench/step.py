@@ -44,8 +44,6 @@ STEPS = 2  # in a block: few, so that many pairs fit in a minute and what distur
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed in one set of processes."""
-
     task: Workload  # the network and its data
     as_it_comes: bool  # on one batch, with gradients in shared memory; else with loaders, over the backend
     device: str | None  # where; None for the ranks' GPUs
@@ -55,7 +53,6 @@ class Case:
 
 
 def run(options: Options) -> Report:
-    """Starts the ranks, times the loops on them and returns the report."""
     device = training_device(options.ranks)
     times, conditions = _timed(MLP, False, device, options)
     name = "what samestep adds, both over the backend: samestep / hand-written DistributedDataParallel"
@@ -158,7 +155,6 @@ def our_steps(task: Workload, network: nn.Module, world: World, *, reduce: Reduc
 
 
 def their_steps(task: Workload, network: nn.Module, world: World) -> Iterator[None]:
-    """Trains with torch alone, one step for each item."""
     model = _wrapped(network.to(world.device), world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     data = task.dataset()
@@ -184,7 +180,6 @@ def _wrapped(model: nn.Module, world: World) -> nn.Module:
 
 
 def advance(loop: Iterator[None], steps: int = STEPS) -> None:
-    """Takes a block of steps."""
     for _ in range(steps):
         next(loop)
 
@@ -206,7 +201,6 @@ def align(world: World) -> None:
 
 
 def setting(world: World, task: Workload = MLP) -> dict[str, Any]:
-    """Returns the conditions that a report names."""
     return {
         "ranks": world.size,
         "device": str(world.device),

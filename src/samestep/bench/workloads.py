@@ -24,8 +24,6 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained."""
-
     name: str  # "mlp", "cnn", "transformer" or "wide"
     batch: int  # samples a rank and step
     shape: tuple[int, ...]  # of a sample

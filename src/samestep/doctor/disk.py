@@ -26,7 +26,6 @@ LEAST = 1 << 30  # bytes
 
 
 def check(folder: Path) -> Iterator[Finding]:
-    """Yields what the disk under a folder is like; writes, and removes, a file there."""
     check = "disk"
     try:
         with tempfile.TemporaryDirectory(prefix=".samestep-doctor-", dir=folder) as name:

@@ -17,8 +17,6 @@ FIELDS = ("check", "level", "text", "effect", "fix")  # of a line, in its order
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one thing."""
-
     check: str
     # "error" where training would fail, "warning" where it would be slow or would fail sometimes, "note" where
     # something may surprise
@@ -38,7 +36,6 @@ def ok(check: str, text: str) -> Finding:
 
 
 def worst_level(lines: Iterable[Finding]) -> Level:
-    """Returns the level of the worst line."""
     return max((line.level for line in lines), key=LEVELS.index, default="ok")
 
 

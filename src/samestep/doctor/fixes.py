@@ -21,7 +21,6 @@ def as_root(command: str, *, user: int | None = None) -> str:
 
 
 def python() -> str:
-    """Returns this interpreter, for a shell."""
     return shlex.quote(sys.executable)
 
 

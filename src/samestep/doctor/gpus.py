@@ -29,8 +29,6 @@ CLOSED: dict[str, tuple[Level, str, str]] = {
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU."""
-
     index: int
     name: str
     total: int
@@ -43,8 +41,6 @@ class Card:
 
 @dataclass(frozen=True)
 class User:
-    """A process on a GPU."""
-
     uuid: str
     pid: int
     name: str
@@ -55,7 +51,6 @@ class User:
 
 
 def check() -> Iterator[Finding]:
-    """Yields what there is."""
     code, said = _query(FIELDS + CAPABILITY)
     if code > 0 and "compute_cap" in said:
         code, said = _query(FIELDS)

@@ -49,15 +49,12 @@ class HostList:
 
 @dataclass
 class _Answer:
-    """What came from one host."""
-
     code: int | None = None
     out: list[str] = field(default_factory=list)
     err: list[str] = field(default_factory=list)
 
 
 def check_hosts(named: HostList) -> list[Finding]:
-    """Returns the lines of every host, and of what lies between them."""
     lines = list(_each(named))
     unreached = {line.host for line in lines if line.check == "host"}
     if unreached:
@@ -70,7 +67,6 @@ def check_hosts(named: HostList) -> list[Finding]:
 
 
 def _each(named: HostList) -> Iterator[Finding]:
-    """Has every host look at itself."""
     words = [named.python or sys.executable, "-P", "-m", "samestep", "doctor", "--json", "-"]
     command = ["/bin/sh", "-c", THERE, "sh", str(Path.cwd()), *words]
     started = start(plan(named.via, named.hosts, command, named.ssh_args), "")
@@ -88,7 +84,6 @@ def _each(named: HostList) -> Iterator[Finding]:
 
 
 def _hear(one: Started, answers: dict[str, _Answer]) -> None:
-    """Reads what a transport says to its end."""
     try:
         out, err = one.process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -143,7 +138,6 @@ def _optional(named: HostList) -> list[str]:
 
 
 def _reached_by(named: HostList) -> list[str]:
-    """Returns the options with which the hosts are reached, as the user gave them."""
     via = [] if named.via == "ssh" else ["--via", named.via]
     return [*via, *([f"--ssh-args={named.ssh_args}"] if named.ssh_args else []), *_optional(named)]
 

@@ -47,7 +47,6 @@ def busy_before() -> float:
 
 
 def judge_cores(cores: Cores, busy: float) -> Finding:
-    """Judges what there is to compute with, and what others leave of it."""
     text = f"{cores.limit}, {busy:.1f} of them busy"
     if cores.reason == "affinity" and len(cores.usable) == 1 < cores.machine:
         effect = "all ranks share one core"
@@ -99,7 +98,6 @@ def shared_memory(folder: Path) -> Finding:
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    """Judges how many files a process may have open."""
     text = f"{_limit_text(soft)} a process"
     if soft != UNLIMITED and soft < LEAST_FILES:
         effect = "ranks with DataLoader workers end with 'Too many open files'"

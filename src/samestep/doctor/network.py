@@ -44,7 +44,6 @@ MOST = 6  # that are shown
 
 
 def check() -> Iterator[Finding]:
-    """Yields a line for each."""
     found = addresses()
     yield own_name(socket.gethostname(), found)
     yield from localhost()
@@ -113,7 +112,6 @@ def interfaces(found: Sequence[Interface], net: Path = NET) -> Finding:
 
 
 def _link(folder: Path) -> str:
-    """Returns an interface's speed, where it has one, and its largest packet."""
     parts = []
     for name, word in (("speed", "{} Mbit/s"), ("mtu", "MTU {}")):
         try:
@@ -170,7 +168,6 @@ def ports(named: int = TORCHRUNS_PORT) -> Iterator[Finding]:
 
 
 def chosen(found: Sequence[Interface]) -> Iterator[Finding]:
-    """Yields variables that name an interface which is not there."""
     there = sorted({interface.name for interface in found})
     for name in CHOSEN:
         value = variable(name)
@@ -184,7 +181,6 @@ def chosen(found: Sequence[Interface]) -> Iterator[Finding]:
 
 
 def adapters(folder: Path) -> Iterator[Finding]:
-    """Yields InfiniBand's ports, and those that are down."""
     for port in sorted(folder.glob("*/ports/*")):
         state, rate = ((port / name).read_text(encoding="ascii").strip() for name in ("state", "rate"))
         check, text = f"InfiniBand {port.parts[-3]}", f"port {port.name}: {state}, {rate}"
@@ -196,8 +192,6 @@ def adapters(folder: Path) -> Iterator[Finding]:
 
 
 class Route(NamedTuple):
-    """Where packets to a network go."""
-
     interface: str
     network: IPv4Network
     gateway: str

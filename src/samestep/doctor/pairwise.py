@@ -44,8 +44,6 @@ GIVEN_UP = 60.0  # seconds for all to come
 
 @dataclass(frozen=True)
 class Pair:
-    """What lies between two ranks."""
-
     first: int
     second: int
     latency_s: float
@@ -80,7 +78,6 @@ def measure(world: Any, folder: Path) -> dict[str, Any]:
 
 
 def own_name() -> str:
-    """Returns what this host calls itself."""
     return socket.gethostname()
 
 
@@ -117,7 +114,6 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _pair(rank: int, first: int, second: int) -> Pair | None:
-    """Exchanges messages; the first of both knows what was found."""
     leads, other = rank == first, second if rank == first else first
     small, large = torch.zeros(1, dtype=torch.float64), torch.zeros(LARGE // 8, dtype=torch.float64)
     clocks = [_there_and_back(small, other, leads=leads) for _ in range(MESSAGES)]

@@ -57,7 +57,6 @@ visible_gpus = functools.cache(resources.visible_gpus)  # asks nvidia-smi, which
 
 
 def check() -> Iterator[Finding]:
-    """Yields a line for each of them."""
     yield _python()
     yield ok(
         "system", f"{platform.system()} {platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}"
@@ -163,7 +162,6 @@ def _mpi() -> Iterator[Finding]:
 
 
 def _launchers() -> Iterator[Finding]:
-    """What starts ranks on other hosts."""
     missing = []
     for name, option in LAUNCHERS.items():
         program = program_named(name)
@@ -195,7 +193,6 @@ def _launchers() -> Iterator[Finding]:
 
 
 def slurm(answer: tuple[int, str], *, configured: bool, release: str = "installed") -> Finding:
-    """Judges what sinfo says of the nodes, and of its own release."""
     code, said = answer
     if code != 0 and not configured:
         return ok("Slurm", f"{release}, not configured: there is no {SLURM}")
@@ -219,7 +216,6 @@ def slurm(answer: tuple[int, str], *, configured: bool, release: str = "installe
 
 
 def installed(package: str) -> str | None:
-    """Returns a package's version; None where there is none."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -227,14 +223,12 @@ def installed(package: str) -> str | None:
 
 
 def check_versions() -> Iterator[Finding]:
-    """Yields versions that do not go together."""
     yield from packages(installed)
     yield from kernel(platform.release())
     yield from overwritten_files(_files())
 
 
 def packages(of: Installed) -> Iterator[Finding]:
-    """Yields pairs of Python packages."""
     tensorboard, tools, torch = of("tensorboard"), of("setuptools"), of("torch")
     if tensorboard and tools and numbers(tensorboard)[:2] <= TENSORBOARDS_LAST and numbers(tools) >= SETUPTOOLS_FIRST:
         effect = "tensorboard ends with: No module named 'pkg_resources'"
@@ -294,7 +288,6 @@ def kernel(release: str) -> Iterator[Finding]:
 
 
 def _files() -> dict[str, set[str]]:
-    """Returns the libraries of each of NVIDIA's packages."""
     names = {one.metadata["Name"] for one in distributions() if (one.metadata["Name"] or "").startswith("nvidia-")}
     return {name: {str(file) for file in distribution(name).files or () if ".so" in file.name} for name in names}
 
@@ -351,5 +344,4 @@ def with_driver(cuda: tuple[int, ...], driver: str, capabilities: Mapping[str, s
 
 
 def _for(driver: str) -> str:
-    """Returns the build that a driver can run."""
     return "cu126" if numbers(driver) >= (DRIVERS[12],) else "cpu"

@@ -28,7 +28,6 @@ WIDTH = 64
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Takes the steps, and writes down what each was like."""
     file, *backends = arguments
     for backend in backends:
         device = None if backend == "nccl" else "cpu"

@@ -19,7 +19,6 @@ __all__: list[str] = []
 
 
 def main(words: list[str]) -> None:
-    """Runs `[-m] PROGRAM ARGUMENTS`."""
     is_module = words[:1] == ["-m"]
     program, *arguments = words[is_module:] or [""]
     if not program:

@@ -47,12 +47,10 @@ def visible() -> tuple[int, ...]:
 
 
 def count() -> int:
-    """Returns how many GPUs this process sees."""
     return len(visible())
 
 
 def uuids() -> list[str]:
-    """Returns a name for each GPU of the host."""
     return [f"GPU-fa4e0000-0000-0000-0000-{number:012x}" for number in range(DEVICES.total)]
 
 
@@ -80,7 +78,6 @@ def begin() -> None:
 
 
 def is_forked() -> bool:
-    """Returns whether this process was forked from one that had used CUDA."""
     return DEVICES.touched not in {None, os.getpid()}
 
 

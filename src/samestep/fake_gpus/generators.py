@@ -37,7 +37,6 @@ class FakeGenerator(BASE):
     _offset: int
 
     def __new__(cls, index: int = 0) -> Self:
-        """Makes one of GPU `index`."""
         made = super().__new__(cls)
         made._index, made._seed, made._offset = index, DEFAULT_SEED, 0
         mark = secrets.randbits(63)
@@ -47,11 +46,9 @@ class FakeGenerator(BASE):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The fake GPU."""
         return torch.device("cuda", self._index)
 
     def manual_seed(self, seed: int) -> FakeGenerator:
-        """Begins the stream of a seed."""
         self._seed, self._offset = seed % 2**64, 0
         return self
 
@@ -61,15 +58,12 @@ class FakeGenerator(BASE):
         return self._seed
 
     def initial_seed(self) -> int:
-        """Returns the seed of the stream."""
         return self._seed
 
     def get_offset(self) -> int:
-        """Returns how far the stream is."""
         return self._offset
 
     def set_offset(self, offset: int) -> FakeGenerator:
-        """Moves the stream."""
         if offset % STEP:
             raise RuntimeError("offset must be a multiple of 4")
         self._offset = offset
@@ -99,7 +93,6 @@ class FakeGenerator(BASE):
     graphsafe_set_state = set_state  # type: ignore[assignment]
 
     def clone_state(self) -> FakeGenerator:
-        """Returns another generator in the same state."""
         return FakeGenerator(self._index).set_state(self.get_state())
 
     def next_seed(self) -> int:

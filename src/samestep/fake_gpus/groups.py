@@ -94,8 +94,6 @@ def _nothing() -> None: ...
 
 
 class _Group:
-    """The group behind one collective."""
-
     def __init__(self, boxed: Any, tensors: Any, timeout: int = -1, *, pair: bool = False) -> None:
         devices.check_process()
         group: Any = dist.ProcessGroup.unbox(boxed)
@@ -366,7 +364,6 @@ def _premul(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patch_groups(patches: Patches) -> None:
-    """Lets torch.distributed make groups of NCCL."""
     made: Any = dist.distributed_c10d
     patches.set(made, "_NCCL_AVAILABLE", True)
     patches.set(made, "ProcessGroupNCCL", ProcessGroupNCCL)

@@ -56,7 +56,6 @@ def install(gpus: int) -> None:
 
 
 def remove() -> None:
-    """Takes them away."""
     _kernels.remove()
     _patches.undo()
     _native.remove()

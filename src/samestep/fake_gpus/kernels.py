@@ -51,7 +51,6 @@ STAYS = {"aten::_pack_padded_sequence": (1,)}  # results that a GPU leaves in ho
 
 
 def two_devices(one: object, other: object) -> RuntimeError:
-    """Returns what PyTorch raises where an operator gets tensors of two devices."""
     return RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}!"
     )
@@ -256,7 +255,6 @@ class Kernels:
         return kernel.run(args, kwargs)
 
     def _late(self, name: str) -> Callable[..., Any]:
-        """Returns a kernel that looks its operator up at its first call."""
         op: Any = None
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -268,7 +266,6 @@ class Kernels:
         return kernel
 
     def remove(self) -> None:
-        """Takes everything out of the dispatcher."""
         for library in self._libraries:
             library.reset()
         self._libraries.clear()

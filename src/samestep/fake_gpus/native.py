@@ -41,7 +41,6 @@ KEY = _key.value  # under which each thread keeps the number of its current GPU
 
 
 def current_index() -> int:
-    """Returns the number of this thread's current GPU."""
     index: int | None = _get_value(KEY)
     return index or 0
 
@@ -197,6 +196,5 @@ class Native:
         registry[CUDA], pointer.value = ctypes.addressof(thing), ctypes.addressof(hooks)
 
     def remove(self) -> None:
-        """Puts back what was there."""
         while self._undo:
             self._undo.pop()()

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoaderPass:
-    """One pass over a DataLoader."""
-
     loader: Any
     key: str  # the line that made it and its number among those made there: the same in every process
     number: int  # of the pass, from 0
@@ -29,8 +27,6 @@ class LoaderPass:
 
 @dataclass(frozen=True)
 class LoadedBatch:
-    """What a DataLoader has yielded."""
-
     loader_pass: LoaderPass
     index: int  # in it, from 0
     indices: list[Any] | None  # the samples, where the dataset has an index
@@ -193,13 +189,11 @@ def subscribe(callbacks: Callbacks, *groups: Install) -> None:
 
 
 def unsubscribe(kind: type) -> None:
-    """Calls no subscriber of this type any more."""
     SUBSCRIBERS[:] = [one for one in SUBSCRIBERS if not isinstance(one, kind)]
     _listeners.clear()
 
 
 def unsubscribe_all() -> None:
-    """Calls nobody any more, and takes all patches back."""
     unsubscribe(Callbacks)
     uninstall()
 
@@ -213,12 +207,10 @@ def listeners(method: str) -> list[Callbacks]:
 
 
 def call(method: str, *args: Any, **kwargs: Any) -> None:
-    """Calls a method of all subscribers that override it."""
     for one in listeners(method):
         getattr(one, method)(*args, **kwargs)
 
 
 def notify(kind: str, **fields: Any) -> None:
-    """Calls `on_event`."""
     for one in listeners("on_event"):
         one.on_event(kind, **fields)

@@ -119,7 +119,6 @@ class _OwnBatches(PassIterator):
         self._yielded = 0
 
     def begin(self) -> Any:
-        """Returns the loader's own iterator."""
         if (kept := self._pass.loader.__dict__.get("_iterator")) is not None:  # of workers that stay: nothing of
             kept.samestep_indices = deque()  # the last pass
         iterator = self._iterator = self._original(self._pass.loader)

@@ -33,8 +33,6 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Observations:
-    """What was seen of a training."""
-
     script: str  # as people call it
     steps: Sequence[StepTrace]  # all, in their order
     timed: range  # which of them nothing disturbed, if there were enough

@@ -19,7 +19,6 @@ LEFT, RIGHT = (0.0, 0.38), (0.45, 0.83)  # of the page's width: the plots; what 
 
 
 def draw(plan: TrainingPlan, file: Path) -> None:
-    """Writes the page."""
     from plotly.subplots import make_subplots
 
     titles = ("samples a second", "what a step of the fastest way goes into, ms")

@@ -53,7 +53,6 @@ class Communication:
 
     @property
     def seconds(self) -> float:
-        """The whole."""
         return self.latency + self.transfer
 
 

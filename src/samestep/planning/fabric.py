@@ -33,8 +33,6 @@ CHUNKS = (1, 2, 4, 8, 16, 32, 64)  # near the best number seconds are flat: half
 
 @dataclass(frozen=True)
 class AllReduceOption:
-    """An all-reduce that could be taken."""
-
     name: str  # of the algorithm
     link: Link  # seconds of n bytes, as latency and bytes a second
 
@@ -64,7 +62,6 @@ class ClusterFabric:
 
     @property
     def ranks(self) -> int:
-        """How many there can be."""
         return self.cluster.ranks
 
     def all_reduces(self, replicas: int, stages: int, nbytes: float) -> list[AllReduceOption]:

@@ -42,8 +42,6 @@ CALLS = 6  # in a series
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """What was measured."""
-
     links: Links
     shared: Link | None  # all-reduces in shared memory; bytes of all ranks a second. None over several hosts
     hosts: int  # how many there are
@@ -158,7 +156,6 @@ def _lines(found: MeasuredLinks) -> list[str]:
 
 
 def _shared(ranks: int, series: int) -> Link:
-    """What all-reduces in shared memory take."""
     times = []
     for size in SIZES:
         tensor = torch.zeros(size // 4)
@@ -176,7 +173,6 @@ def _series(tensor: Any) -> float:
 
 
 def _memory(local: int) -> float:
-    """Bytes of this rank's device."""
     if visible_gpus():
         return float(torch.cuda.get_device_properties(0).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local

@@ -254,7 +254,6 @@ def _layers(
 
 
 def _sum(outputs: Any) -> Tensor:
-    """What stands for the loss."""
     return torch.stack([one.sum() for one in _outputs(outputs) if one.requires_grad]).sum()
 
 

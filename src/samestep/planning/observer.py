@@ -51,7 +51,6 @@ class ProfilingObserver(Observer, ProgressListener, Callbacks):
     """Measures one training; SAMESTEP_VERIFY names a folder, how many steps are timed, and the script, for people."""
 
     def begin(self, context: RankContext) -> None:
-        """Watches from now on."""
         self._order = json.loads(variable("SAMESTEP_VERIFY") or "{}")
         self._folder = Path(self._order["folder"])
         spawned = context.spawned or context.size > 1
@@ -130,7 +129,6 @@ class ProfilingObserver(Observer, ProgressListener, Callbacks):
 
     @property
     def is_timed(self) -> bool:
-        """Whether this step is one of those that nothing disturbs."""
         return WARM_UP <= len(self.steps) < WARM_UP + int(self._order["steps"])
 
     def on_enter_step(self, optimizer: Any) -> None:
@@ -141,7 +139,6 @@ class ProfilingObserver(Observer, ProgressListener, Callbacks):
                 self._step.ready[id(parameter)] = self._ready[id(parameter)]
 
     def on_exit_step(self, optimizer: Any) -> None:
-        """Ends a step, where it is the last optimizer's."""
         if self._over or threading.get_ident() != self._thread:
             return
         self._step.samples, self._passed, self._repeats = max(self._step.samples, self._passed), 0, False
@@ -173,7 +170,6 @@ class ProfilingObserver(Observer, ProgressListener, Callbacks):
         self._begin_step()
 
     def _prepare(self) -> None:
-        """Puts in place what the next step is measured with."""
         from torch.nn import Module
 
         for root in self.roots:
@@ -186,7 +182,6 @@ class ProfilingObserver(Observer, ProgressListener, Callbacks):
             self._hook_gradients()
 
     def _remove_hooks(self) -> None:
-        """Takes away what a step was measured with."""
         while self._undo:
             self._undo.pop()()
         self._kept = None
@@ -224,7 +219,6 @@ class ProfilingObserver(Observer, ProgressListener, Callbacks):
 
     @property
     def optimizers(self) -> list[Any]:
-        """Those that have stepped."""
         return list(self._optimizers.values())
 
     def _count(self) -> None:
@@ -289,7 +283,6 @@ class ProfilingObserver(Observer, ProgressListener, Callbacks):
     # --- the end ----------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Measures the model by itself, and writes the profile, or why there is none."""
         from samestep.planning.build_profile import Observations, profile_of
 
         self._over = True

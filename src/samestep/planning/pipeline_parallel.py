@@ -116,7 +116,6 @@ def _state(profile: Profile) -> float:
 
 
 def link_of(link: NetworkLink) -> Link:
-    """Returns a link as pipelines have it."""
     return Link(latency=link.latency_s, bandwidth=link.bytes_per_s)
 
 

@@ -26,8 +26,6 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What was found."""
-
     profile: Profile
     cluster: Cluster  # that it was planned for
     planner: Planner
@@ -47,7 +45,6 @@ class TrainingPlan:
         return plan_text.smallest_near_best([one.steps.get("alone", one.steps.get("data")) for one in self.points])
 
     def title(self, best: PredictedStep | None = None) -> str:
-        """Returns what the plan is of: the fastest step, or this one."""
         best = best or self.best
         if best is None:
             return f"{self.profile.script} on {self.cluster}\nnothing fits"
@@ -57,7 +54,6 @@ class TrainingPlan:
         return f"{self.profile.script} on {self.cluster}\n{what}"
 
     def lines(self) -> Iterator[str]:
-        """Yields the plan as a person reads it."""
         profile = self.profile
         yield (
             f"{profile.script}: a step of {profile.batch} samples takes {seconds_text(profile.step_s)} "
@@ -88,7 +84,6 @@ class TrainingPlan:
         return Settings(processes=each, buckets=float(f"{cap / MIB:.3g}"))
 
     def as_json(self) -> dict[str, Any]:
-        """Returns every number."""
         return {
             "script": self.profile.script,
             "cluster": str(self.cluster),

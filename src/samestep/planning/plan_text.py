@@ -20,7 +20,6 @@ TITLES = {"data": "data parallel", "pipeline": "pipeline", "hybrid": "hybrid"}
 
 
 def table(planner: Planner, points: Sequence[ScalingPoint]) -> list[str]:
-    """Returns the lines of the curve."""
     rows = [("ranks", *TITLES.values(), "fastest", "speed-up", "efficiency", "limited by")]
     rows += [_row(planner, one) for one in points]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -69,12 +68,10 @@ def smallest_near_best(steps: Sequence[PredictedStep | str | None]) -> Predicted
 
 
 def speed_up(planner: Planner, step: PredictedStep) -> float:
-    """Returns samples a second beside one process."""
     return step.rate / planner.single_process.rate
 
 
 def efficiency(planner: Planner, step: PredictedStep) -> float:
-    """Returns the speed-up of each rank."""
     return speed_up(planner, step) / step.layout.ranks
 
 

@@ -64,7 +64,6 @@ class Planner:
         return data_parallel.predict(self.profile, self.fabric, ParallelLayout(1), self.speed, batch=self.samples(1))
 
     def samples(self, ranks: int) -> int:
-        """Returns how many a step has."""
         return self.profile.batch * self.batch_factor * (ranks if self.scale_batch else 1)
 
     def predict(self, ranks: int) -> ScalingPoint:
@@ -81,7 +80,6 @@ class Planner:
         return self._known[ranks]
 
     def curve(self, most: int | None = None) -> list[ScalingPoint]:
-        """Returns the points of 1, 2, 4, … ranks, and of the most."""
         most = self.fabric.ranks if most is None else most
         counts = [1 << bit for bit in range(most.bit_length()) if 1 << bit < most]
         return [self.predict(ranks) for ranks in (*counts, most)]
@@ -98,7 +96,6 @@ class Planner:
         return pipeline_parallel.predict(self.profile, self.fabric, layout, self.speed, memory=self.memory, batch=batch)
 
     def layouts(self, kind: str, ranks: int) -> Iterator[ParallelLayout]:
-        """Yields what could be tried."""
         if kind in ("alone", "data"):
             if self.samples(ranks) >= ranks:
                 yield ParallelLayout(ranks)
@@ -133,7 +130,6 @@ class Planner:
         return max(found, key=lambda one: one.rate, default=None) or reason
 
     def _none(self, kind: str, ranks: int) -> str:
-        """Why there is no such way at all."""
         if kind in ("alone", "data"):
             return f"a batch of {self.samples(ranks)} samples is smaller than {ranks} ranks"
         if self.profile.uncut:

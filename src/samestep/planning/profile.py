@@ -28,8 +28,6 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Gradient:
-    """A parameter's gradient."""
-
     name: str  # of the parameter in the model
     nbytes: int
     ready_s: float  # from the start of the backward
@@ -37,15 +35,12 @@ class Gradient:
 
 @dataclass(frozen=True)
 class BatchTime:
-    """What the whole model takes for a batch of some size."""
-
     samples: int
     forward_s: float
     backward_s: float
 
     @property
     def seconds(self) -> float:
-        """Seconds of both."""
         return self.forward_s + self.backward_s
 
 
@@ -110,7 +105,6 @@ class Profile:
 
     @property
     def step_s(self) -> float:
-        """What a step takes."""
         return self.data_s + self.forward_s + self.backward_s + self.optimizer_s + self.other_s
 
     @property

@@ -24,8 +24,6 @@ BUCKETS = "SAMESTEP_BUCKETS"  # the variable that every rank gets
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run is to be started with."""
-
     processes: int | None = field(metadata=read(whole(1)), default=None)  # on each host; None leaves it to the run
     # MiB of a gradient bucket; None leaves it to the script
     buckets: float | None = field(metadata=read(positive), default=None)

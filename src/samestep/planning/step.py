@@ -47,7 +47,6 @@ class ParallelLayout:
 
     @property
     def ranks(self) -> int:
-        """How many are used."""
         return self.replicas * self.stages
 
     def __str__(self) -> str:
@@ -76,7 +75,6 @@ class StepBreakdown:
 
     @cached_property
     def seconds(self) -> float:
-        """The whole."""
         return sum(self.shares().values())
 
     def shares(self) -> dict[str, float]:
@@ -104,8 +102,6 @@ WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedStep:
-    """A step that is predicted."""
-
     layout: ParallelLayout  # how the ranks are used
     parts: StepBreakdown  # what it goes into
     low: float  # seconds that it hardly undercuts
@@ -119,12 +115,10 @@ class PredictedStep:
 
     @property
     def seconds(self) -> float:
-        """What it takes."""
         return self.parts.seconds
 
     @property
     def rate(self) -> float:
-        """Samples a second."""
         return self.samples / self.seconds if self.seconds else float("inf")
 
     def bottleneck(self) -> str:
@@ -135,7 +129,6 @@ class PredictedStep:
         return name if shares[name] > 0.25 * work else "work"
 
     def as_json(self) -> dict[str, Any]:
-        """Returns every number."""
         numbers = {name: value for name, value in asdict(self).items() if name not in ("layout", "parts")}
         return {
             "way": asdict(self.layout),

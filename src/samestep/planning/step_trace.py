@@ -25,8 +25,6 @@ PARTS = ("data", "forward", "backward", "optimizer", "other")
 
 @dataclass(frozen=True)
 class Timestamp:
-    """A moment."""
-
     ns: int  # nanoseconds of this process's clock
     event: Any = None  # one of CUDA's, once the process uses a GPU
 
@@ -43,7 +41,6 @@ class Timestamp:
 
 
 def timestamp() -> Timestamp:
-    """Returns this moment."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
         return Timestamp(time.perf_counter_ns())
@@ -65,13 +62,11 @@ class StepTrace:
     kept: int = 0  # bytes kept from a forward to its backward, of the pass that keeps most; 0 where nobody has counted
 
     def begin(self, name: str) -> None:
-        """Notes what the process is at from now on."""
         if self.pieces[-1][0] != name:
             self.pieces.append((name, timestamp()))
 
     @property
     def seconds(self) -> float:
-        """From its begin to its end."""
         return self.pieces[0][1].until(self._end())
 
     def parts(self) -> dict[str, float]:

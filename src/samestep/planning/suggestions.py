@@ -27,8 +27,6 @@ PASSES = 6  # over each gradient, to encode it and to decode it, each as slow as
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Something that could be changed."""
-
     what: str  # to do, in words
     step: PredictedStep  # as it would be then
     gain: float  # samples a second then, over those of now, less 1
@@ -54,7 +52,6 @@ def of_setup(planner: Planner, ranks: int, adding_bytes_per_s: float = float("in
 
 
 def ordered(found: Sequence[Suggestion]) -> list[Suggestion]:
-    """Returns suggestions, the greatest gain first, other trainings last."""
     return sorted(found, key=lambda one: (not one.same, -one.gain))
 
 
