@@ -55,11 +55,6 @@ BENCHMARKS = {
 
 
 def benchmark(name: str) -> Benchmark:
-    """Returns the benchmark called `name`.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
     if name not in BENCHMARKS:
         raise UsageError(f"there is no benchmark {name!r}: choose one of {', '.join(BENCHMARKS)}")
     return BENCHMARKS[name]

@@ -89,12 +89,7 @@ def _figures(sent: float, coding: float, pays_below: float) -> dict[str, float]:
 
 
 def conclusion(comparisons: list[Comparison], hosts: int) -> str:
-    """Says whether compression pays here: whether a codec is surely faster than the best way without.
-
-    Args:
-        comparisons: with every codec, and as it comes.
-        hosts: on which the ranks are.
-    """
+    """Says whether compression pays here: whether a codec is surely faster than the best way without."""
     if not all(one.is_enough for one in comparisons):
         return f"Too few steps to tell whether compression pays: --repeats {FEWEST} or more."
     where = "on this network" if hosts > 1 else "among processes of one host"

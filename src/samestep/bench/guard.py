@@ -35,11 +35,6 @@ NAME = f"a check every {EVERY} steps / none"
 
 
 def run(options: Options) -> Report:
-    """Starts the ranks, times steps with the guard awake and asleep, and returns the report.
-
-    Raises:
-        UsageError: one rank has nobody to compare with.
-    """
     if options.ranks < 2:
         raise UsageError("the guard compares replicas, of which one rank has one: samestep bench guard -n 2")
     device = training_device(options.ranks)

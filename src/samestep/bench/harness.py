@@ -167,14 +167,8 @@ def alternate(
 ) -> tuple[list[float], ...]:
     """Times blocks in turn, two of them in alternating pairs; returns the seconds of each, pair by pair.
 
-    Collective where the blocks or `align` are: every rank must call it.
-
-    Args:
-        *blocks: the same work, done one way and another.
-        pairs: how often all are timed.
-        warmup: how often all run untimed before.
-        align: waits until all ranks (and devices) are here; runs before and after each block, inside the time after.
-        clock: returns seconds.
+    All run `warmup` times untimed before. `align` waits until all ranks (and devices) are here; it runs before and
+    after each block, inside the time after. Collective where the blocks or `align` are: every rank must call it.
     """
     for _ in range(warmup):
         for block in blocks:

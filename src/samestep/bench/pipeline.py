@@ -61,11 +61,6 @@ class Measured:
 
 
 def run(options: Options) -> Report:
-    """Starts the ranks, times the steps, and returns the report.
-
-    Raises:
-        UsageError: one rank is no pipeline, and there is not a block for each of many.
-    """
     if options.ranks < 2:
         raise UsageError("a pipeline has two stages at least: samestep bench pipeline -n 2")
     if options.ranks > BLOCKS:

@@ -15,11 +15,7 @@ WHOLE_PAGE = True  # plotly's own script lies in the page
 
 
 def check_plot(name: str) -> None:
-    """Refuses a plot before anything is measured.
-
-    Raises:
-        UsageError: nothing of this benchmark is drawn, or plotly is missing.
-    """
+    """Refuses a plot before anything is measured."""
     if name not in DRAWN:
         raise UsageError(f"--plot draws {', '.join(DRAWN)}, not {name}: --json has every time of it")
     if find_spec("plotly") is None:

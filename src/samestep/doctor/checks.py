@@ -41,13 +41,7 @@ def all_checks(folder: Path, busy: float = 0.0) -> dict[str, Callable[[], Iterab
 
 
 def run_checks(folder: Path, tell: Callable[[str], None] = lambda _: None, *, steps: bool = True) -> list[Finding]:
-    """Runs all checks; returns all lines in order.
-
-    Args:
-        folder: where runs would be written.
-        tell: is told which are still running.
-        steps: whether ranks take steps.
-    """
+    """Runs all checks, those whose ranks take steps only with `steps`; `tell` is told which are still running."""
     all_of_them = all_checks(folder, machine.busy_before())
     chosen = {check: look for check, look in all_of_them.items() if steps or look is not trial.check}
     with ThreadPoolExecutor(len(chosen)) as pool:

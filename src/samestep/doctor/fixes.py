@@ -39,10 +39,8 @@ def samestep() -> str:
 def hosts_entry(entry: str, *, first: bool) -> str:
     """Returns the command that writes a line into /etc/hosts.
 
-    Args:
-        entry: the line.
-        first: whether it must stand before all others: of several lines with one name the first counts. It is written
-            into the file, since in a container another one cannot be put in its place.
+    Of several lines with one name the first counts. A line that must be `first` is written into the file, since in a
+    container another one cannot be put in its place.
     """
     word = shlex.quote(entry)
     if not first:
@@ -51,14 +49,7 @@ def hosts_entry(entry: str, *, first: bool) -> str:
 
 
 def raised(option: str, resource: str, wanted: int, hard: int) -> str:
-    """Returns the command that raises a limit of this shell: the soft one as far as the hard one lets it.
-
-    Args:
-        option: that of ulimit: "n".
-        resource: prlimit's name of it: "nofile".
-        wanted: what to raise it to.
-        hard: how far ulimit can; -1 is without limit.
-    """
+    """Returns the command that raises a limit of this shell, as far as the hard one, -1 for none, lets `ulimit`."""
     if hard == -1 or hard >= wanted:
         return f"ulimit -{option} {wanted}"
     return (

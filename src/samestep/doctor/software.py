@@ -77,13 +77,7 @@ def _python() -> Finding:
 
 
 def torch(version_text: str | None, gpus: int, cuda: tuple[int, ...] | None = None) -> Finding:
-    """Judges torch's version beside what the machine has.
-
-    Args:
-        version_text: its version; None where there is none.
-        gpus: how many there are.
-        cuda: that it was built for; as its own file says by default.
-    """
+    """Judges torch's version, None where there is none; `cuda` is by default what torch's own file says."""
     if version_text is None:
         return Finding("torch", "error", "is not installed", "nothing trains", pip("torch"))
     if numbers(version_text)[:2] < OLDEST_TORCH:
@@ -320,12 +314,9 @@ def cuda_of_torch() -> tuple[int, ...]:
 
 
 def with_driver(cuda: tuple[int, ...], driver: str, capabilities: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields what torch's CUDA, the driver and the GPUs make of each other.
+    """Yields what torch's CUDA, the driver and the GPUs' compute capabilities make of each other.
 
-    Args:
-        cuda: that torch was built for: (13, 0).
-        driver: its version: "550.54.15".
-        capabilities: of each kind of GPU, its compute capability: "9.0".
+    They are told as (13, 0), "550.54.15" and {"NVIDIA H100": "9.0"}.
     """
     name_of_cuda, oldest = ".".join(map(str, cuda)), DRIVERS.get(cuda[0])
     if oldest and (0,) < numbers(driver) < (oldest,):

@@ -55,11 +55,7 @@ def uuids() -> list[str]:
 
 
 def check_process() -> None:
-    """Begins to use CUDA in this process.
-
-    Raises:
-        RuntimeError: it was forked from one that had begun before.
-    """
+    """Begins to use CUDA in this process, unless it was forked from one that had begun before."""
     if DEVICES.process != os.getpid():
         begin()
         torch.cuda.init()  # type: ignore[no-untyped-call]  # seeds that were given before
@@ -87,11 +83,7 @@ def forget(total: int) -> None:
 
 
 def check_index(index: int | None) -> int:
-    """Returns the number of a GPU, of the current one for None.
-
-    Raises:
-        torch.AcceleratorError: there is none of that number.
-    """
+    """Returns the number of a GPU, of the current one for None, or raises what CUDA raises."""
     check_process()
     index = current_index() if index is None or index < 0 else index
     if index >= count():

@@ -75,12 +75,6 @@ class FakeGenerator(BASE):
         return torch.tensor(words, dtype=torch.int64, device="cpu").view(torch.uint8)
 
     def set_state(self, state: torch.Tensor) -> FakeGenerator:
-        """Goes on where a state was taken.
-
-        Raises:
-            TypeError: the state lies on a GPU or is no ByteTensor.
-            RuntimeError: it is no state of a GPU's generator.
-        """
         if state.device.type != "cpu" or state.dtype is not torch.uint8:
             raise TypeError(f"expected a torch.ByteTensor, but got {state.type()}")
         if state.numel() != 16:
@@ -111,11 +105,7 @@ def make_generators(count: int) -> tuple[FakeGenerator, ...]:
 
 
 def draw_from(given: Any, index: int) -> torch.Generator:
-    """Returns the CPU generator from which one operator on GPU `index` draws.
-
-    Raises:
-        RuntimeError: the script has passed a generator of another device.
-    """
+    """Returns the CPU generator from which one operator on GPU `index` draws."""
     own = _default[index] if given is None else _made.get(BASE.initial_seed(given))
     if own is None:
         raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")

@@ -56,10 +56,7 @@ def watch_imports(patches: Patches) -> None:
 
 
 def not_faked(name: str, advice: str) -> Any:
-    """Returns something that says, where a script calls it, that it is not faked.
-
-    Calling it raises NotImplementedError.
-    """
+    """Returns something that says, where a script calls it, that it is not faked, and raises NotImplementedError."""
 
     def call(*_args: Any, **_named: Any) -> NoReturn:
         say_once(name, advice)

@@ -115,11 +115,7 @@ class Event(torch.Event):
         self.time = perf_counter()
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Returns the milliseconds of the host between two events.
-
-        Raises:
-            ValueError: one was made without `enable_timing=True`, or was not recorded.
-        """
+        """Returns the milliseconds of the host between two events."""
         if not (self.enable_timing and end_event.enable_timing):
             raise ValueError(
                 "Both events must be created with argument 'enable_timing=True' before calculating elapsed time."

@@ -212,14 +212,8 @@ def rest(
 ) -> list[list[Any]] | None:
     """Returns the samples of the batches that a pass would still yield, None where its sampler does not tell.
 
-    An order that goes on beyond the loader's length is endless, or of another length than it says.
-
-    Args:
-        loader: the DataLoader.
-        length: of it, None where it is not known.
-        requested: what is asked for already, ahead of the script, by workers.
-        order: the sampler's iterator behind that; it is read to its end.
-        yielded: batches that the pass has yielded.
+    An order that goes on beyond the loader's length is endless, or of another length than it says. `requested` is what
+    workers ask for already, ahead of the script; `order` is the sampler's iterator behind that, read to its end.
     """
     if order is None or length is None or (length - yielded) * (loader.batch_size or 1) > _MOST:
         return None

@@ -57,11 +57,7 @@ _users: dict[str, bool] = {}  # by file name: whether it is the user's own
 
 
 class Group:
-    """Patches that are installed together, each as soon as its module has been imported.
-
-    Args:
-        needed: groups that this one does not work without.
-    """
+    """Patches that are installed together, each as soon as its module has been imported, behind the groups `needed`."""
 
     def __init__(self, *needed: Group) -> None:
         self._needed = needed

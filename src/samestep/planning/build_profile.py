@@ -52,11 +52,7 @@ class Observations:
 
 
 def profile_of(seen: Observations, say: Say) -> Profile:
-    """Returns the profile; `say` is told what goes on.
-
-    Raises:
-        UsageError: no gradient was seen, or the batch size cannot be determined.
-    """
+    """Returns the profile; `say` is told what goes on."""
     parts, seconds = _medians(seen.chosen)
     names = _names(seen)
     gradients = tuple(_gradients(seen, names, parts["backward"]))

@@ -103,14 +103,8 @@ def count_all_reduces(
 ) -> dict[str, list[CollectivePrice]]:
     """Returns the prices of every all-reduce by its name, one or several for different numbers of chunks.
 
-    Args:
-        cluster: with its links, network, placement and routing.
-        replicas: ranks in each all-reduce.
-        stages: all-reduces that take place at once.
-        few: ranks up to which those are counted that take longest.
-
-    Raises:
-        UsageError: more ranks than the cluster has.
+    As many all-reduces among `replicas` ranks take place at once as there are stages. Up to `few` ranks those are
+    counted, too, that take longest.
     """
     ranks = replicas * stages
     network = PlacedNetwork(cluster.topology, cluster.place(ranks), cluster.routing)

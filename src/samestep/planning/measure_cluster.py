@@ -95,11 +95,7 @@ def measure_cluster(series: int) -> MeasuredLinks:
 
 
 def ranks_per_host(sizes: Sequence[int]) -> int:
-    """Returns how many ranks each host has, from what each rank says of its own.
-
-    Raises:
-        UsageError: some have more than others, on every rank.
-    """
+    """Returns how many ranks each host has, from what each rank says of its own; refuses unlike hosts on every rank."""
     if len(set(sizes)) > 1:
         raise UsageError(
             f"links are measured among hosts of as many ranks, and some have {min(sizes)}, others {max(sizes)}: start "

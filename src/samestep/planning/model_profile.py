@@ -202,14 +202,7 @@ def _now() -> float:
 
 
 def _scaled(sizes: Sequence[BatchTime], called: int, batch: int, parts: Mapping[str, float]) -> tuple[BatchTime, ...]:
-    """The sizes with the loss in them: a whole call is its share of the step.
-
-    Args:
-        sizes: as measured, a whole call first.
-        called: samples of that.
-        batch: of a step, which may have several.
-        parts: of the step.
-    """
+    """The sizes, a whole call of `called` samples first, with the loss in them: that call is its share of the step."""
     if not sizes:
         return ()
     share, whole = called / batch, sizes[0]
@@ -316,13 +309,9 @@ class CapturedCall:
     def first(self, samples: int) -> CapturedCall:
         """Returns a call on the first samples: of all tensors that have one row each.
 
-        Raises:
-            ModelError: they are in something that cannot be made anew of fewer.
-
-        Example:
-            >>> call = CapturedCall.of((torch.zeros(8, 3), torch.zeros(3, 3)), {"scale": 2})
-            >>> [list(one.shape) for one in call.first(2).args]
-            [[2, 3], [3, 3]]
+        >>> call = CapturedCall.of((torch.zeros(8, 3), torch.zeros(3, 3)), {"scale": 2})
+        >>> [list(one.shape) for one in call.first(2).args]
+        [[2, 3], [3, 3]]
         """
 
         def cut(tensor: Tensor) -> Tensor:
@@ -379,17 +368,13 @@ class SavedTensorBytes:
         next Linear  input of the next layer
 
     What is one storage counts once. Of a storage that is larger than what is kept of it (a batch that was cut out of a
-    whole data set) only what is kept counts.
+    whole data set) only what is kept counts. Tensors that are there anyway, parameters and buffers, do not count.
 
-    Args:
-        without: tensors that are there anyway: parameters and buffers.
-
-    Example:
-        >>> layer, x = torch.nn.Linear(4, 8), torch.ones(2, 4)
-        >>> with SavedTensorBytes(layer.parameters()) as kept:
-        ...     _ = layer(x)
-        >>> kept.take()
-        32
+    >>> layer, x = torch.nn.Linear(4, 8), torch.ones(2, 4)
+    >>> with SavedTensorBytes(layer.parameters()) as kept:
+    ...     _ = layer(x)
+    >>> kept.take()
+    32
     """
 
     def __init__(self, without: Iterable[Tensor]) -> None:

@@ -34,15 +34,7 @@ def predict(
     memory: float = float("inf"),
     batch: int | None = None,
 ) -> PredictedStep:
-    """Returns the step of replicas of stages.
-
-    Args:
-        profile: with layers.
-        fabric: among the ranks.
-        layout: with two stages or more.
-        speed: of the devices, relative to the profiled one.
-        memory: bytes of each device.
-        batch: samples of the whole step; the profile's where None.
+    """Returns the step of replicas of stages; the arguments are those of `data_parallel.predict`.
 
     Raises:
         UsageError: no cut fits the devices' memory, or there are fewer layers than stages.

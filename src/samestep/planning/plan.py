@@ -117,16 +117,9 @@ class TrainingPlan:
 
 
 def make_plan(profile: Profile, cluster: Cluster, ranks: int, *, scale_batch: bool = False) -> TrainingPlan:
-    """Returns the plan of a training.
+    """Returns the plan of a training on up to `ranks` ranks.
 
-    Args:
-        profile: of one process.
-        cluster: to plan for.
-        ranks: that may be used at most.
-        scale_batch: every process takes as many samples as the profiled one.
-
-    Raises:
-        UsageError: the cluster has fewer ranks.
+    With `scale_batch` every process takes as many samples as the profiled one.
     """
     planner = Planner(profile, ClusterFabric(cluster), cluster.speed, cluster.memory, scale_batch)
     points = tuple(planner.curve(ranks))

@@ -67,11 +67,7 @@ class Planner:
         return self.profile.batch * self.batch_factor * (ranks if self.scale_batch else 1)
 
     def predict(self, ranks: int) -> ScalingPoint:
-        """Returns the best steps of so many ranks.
-
-        Raises:
-            UsageError: fewer than 1, or more than the cluster has.
-        """
+        """Returns the best steps of so many ranks."""
         if not 1 <= ranks <= self.fabric.ranks:
             raise UsageError(f"{ranks} ranks are asked for, and the cluster has {self.fabric.ranks}: give 1 to that")
         if ranks not in self._known:
@@ -85,11 +81,7 @@ class Planner:
         return [self.predict(ranks) for ranks in (*counts, most)]
 
     def step(self, layout: ParallelLayout) -> PredictedStep:
-        """Returns the step of one layout.
-
-        Raises:
-            UsageError: no cut fits the devices' memory, or there are fewer layers than stages.
-        """
+        """Returns the step of one layout; UsageError where none fits, as of `pipeline_parallel.predict`."""
         batch = self.samples(layout.ranks)
         if layout.stages == 1:
             return data_parallel.predict(self.profile, self.fabric, layout, self.speed, batch=batch)

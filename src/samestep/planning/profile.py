@@ -60,11 +60,7 @@ _DIGITS = 18  # of a number of samples
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What one process's training is.
-
-    Raises:
-        UsageError: a batch given twice, no gradients, a step of no time, or unlike numbers of layers.
-    """
+    """What one process's training is."""
 
     script: str
     machine: str  # on which, in words
@@ -118,15 +114,11 @@ class Profile:
 
 
 def load(path: str | Path) -> Profile:
-    """Returns a profile that was saved.
+    """Returns a profile that was saved; the error says which field is wrong.
 
-    Raises:
-        UsageError: there is no such file, or it is no profile that can be read here; says which field is wrong.
-
-    Example:
-        >>> load("nowhere.json")
-        Traceback (most recent call last):
-        samestep.errors.UsageError: nowhere.json: no such file: samestep plan --save-profile makes one
+    >>> load("nowhere.json")
+    Traceback (most recent call last):
+    samestep.errors.UsageError: nowhere.json: no such file: samestep plan --save-profile makes one
     """
     given = parsing.parse_json(parsing.read_text(path, "samestep plan --save-profile makes one"), str(path))
     try:
@@ -136,11 +128,6 @@ def load(path: str | Path) -> Profile:
 
 
 def parse(given: Any) -> Profile:
-    """Returns the profile of a JSON object.
-
-    Raises:
-        UsageError: another version, a missing or unknown field, or a value that cannot be.
-    """
     version = given.get("v") if isinstance(given, dict) else None
     if version != VERSION:
         raise UsageError(f"a profile of version {version}, and this samestep reads {VERSION}: measure it again")

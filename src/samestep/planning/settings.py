@@ -47,11 +47,6 @@ class Settings:
 
 
 def load(path: Path) -> Settings:
-    """Returns the settings of a file.
-
-    Raises:
-        UsageError: it is missing or not TOML, has a key that is unknown, or a value that cannot be.
-    """
     text = parsing.read_text(path, f"`samestep plan … --apply {path}` makes it", name=f"--settings {path}")
     given = parsing.parse_toml(text, f"--settings {path}")
     try:

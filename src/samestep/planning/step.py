@@ -27,11 +27,7 @@ MESSAGE_ERROR = 0.15  # of predicted messages, as measured over limited links: d
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How ranks are used.
-
-    Raises:
-        UsageError: a number below 1.
-    """
+    """How ranks are used."""
 
     replicas: int  # that sum their gradients
     stages: int = 1  # of each replica, a rank each

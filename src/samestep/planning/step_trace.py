@@ -79,11 +79,9 @@ class StepTrace:
     def ready_fractions(self) -> dict[int, float]:
         """Returns, by parameter, the part of the step's backward passes that is over when its gradient is ready.
 
-        Example:
-            >>> spans = [("forward", Timestamp(0)), ("backward", Timestamp(10))]
-            >>> step = StepTrace(spans, Timestamp(30), 1, {7: (1, Timestamp(15))})
-            >>> step.ready_fractions()
-            {7: 0.25}
+        >>> spans = [("forward", Timestamp(0)), ("backward", Timestamp(10))]
+        >>> StepTrace(spans, Timestamp(30), 1, {7: (1, Timestamp(15))}).ready_fractions()
+        {7: 0.25}
         """
         spans = self._spans()
         passes = [n for n, (name, _) in enumerate(self.pieces) if name == "backward"]

@@ -38,13 +38,7 @@ class Suggestion:
 
 
 def of_setup(planner: Planner, ranks: int, adding_bytes_per_s: float = float("inf")) -> list[Suggestion]:
-    """Returns what would help with so many ranks, the greatest gain first, other trainings last.
-
-    Args:
-        planner: as it is.
-        ranks: that are used.
-        adding_bytes_per_s: of a rank, which says what encoding takes.
-    """
+    """Returns what would help with so many ranks; how fast a rank adds says what encoding takes."""
     found: list[Suggestion] = []
     for what, other, same in _others(planner, adding_bytes_per_s):
         found += gain_of(what, planner, other(), ranks, same=same)
