@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from samestep.doctor.finding import Finding, Level, ok
-from samestep.doctor.fixes import as_root, samestep
+from samestep.doctor.finding import Finding, Level, as_root, ok, samestep
 from samestep.doctor.network import CHOSEN
 from samestep.doctor.software import visible_gpus
 from samestep.errors import RankVariablesError

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from samestep.doctor.finding import Finding, Level, ok
-from samestep.doctor.fixes import as_root
+from samestep.doctor.finding import Finding, Level, as_root, ok
 from samestep.doctor.software import cuda_of_torch, said_by, with_driver
 from samestep.launch.resources import DRIVER
 from samestep.text import format_bytes

@@ -22,8 +22,7 @@ from ipaddress import IPv4Network
 from pathlib import Path
 from typing import NamedTuple
 
-from samestep.doctor.finding import Finding, ok
-from samestep.doctor.fixes import as_root, hosts_entry
+from samestep.doctor.finding import Finding, as_root, hosts_entry, ok
 from samestep.launch.hosts.network import Interface, addresses
 from samestep.rankenv import variable
 

@@ -27,8 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from samestep._version import __version__
-from samestep.doctor.finding import Finding, ok
-from samestep.doctor.fixes import as_root, pip, python
+from samestep.doctor.finding import Finding, as_root, ok, pip, python
 from samestep.errors import SamestepError
 from samestep.launch import resources
 from samestep.launch.hosts import mpiexec

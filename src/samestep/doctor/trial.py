@@ -15,8 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from samestep.doctor.finding import Finding, ok
-from samestep.doctor.fixes import pip, python, samestep
+from samestep.doctor.finding import Finding, ok, pip, python, samestep
 from samestep.doctor.software import cuda_of_torch, visible_gpus
 from samestep.errors import SamestepError
 from samestep.launch.hosts import mpiexec
