@@ -20,6 +20,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -32,6 +34,7 @@ Block = Callable[[], object]
 Measure = Callable[[], float]
 
 FEWEST = 6  # pairs: of 5, all lie on one side of the median once in 16 times
+DRAWN = ("allreduce",)  # benchmarks that --plot draws
 
 
 @dataclass(frozen=True)
@@ -195,3 +198,28 @@ def interleave(*measures: Measure, pairs: int, warmup: int = 0) -> tuple[list[fl
             place = (pair + turn) % len(measures)
             times[place].append(measures[place]())
     return tuple(times)
+
+
+def check_plot(name: str) -> None:
+    """Refuses a plot before anything is measured."""
+    if name not in DRAWN:
+        raise UsageError(f"--plot draws {', '.join(DRAWN)}, not {name}: --json has every time of it")
+    if find_spec("plotly") is None:
+        raise UsageError("--plot needs plotly: pip install 'samestep[report]'")
+
+
+def draw(report: Report, file: Path) -> None:
+    """Writes bandwidth against size, as a page that needs no network."""
+    from plotly import graph_objects
+
+    figure = graph_objects.Figure()
+    for name, points in report.curves.items():
+        figure.add_scatter(name=name, x=[nbytes for nbytes, _ in points], y=[speed for _, speed in points])
+    conditions = ", ".join(f"{name} {value}".replace("_", " ") for name, value in report.setting.items())
+    figure.update_layout(
+        title=f"{report.bench}: {conditions}",
+        xaxis={"title": "bytes of a rank's tensor", "type": "log", "exponentformat": "SI", "dtick": 1},
+        yaxis={"title": "bus bandwidth, GB/s", "type": "log", "dtick": 1, "exponentformat": "none"},
+        template="plotly_white",
+    )
+    figure.write_html(file, include_plotlyjs=True)

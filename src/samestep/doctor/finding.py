@@ -58,7 +58,7 @@ def from_remote(host: str, found: dict[str, Any]) -> Iterator[Finding]:
 
 def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
     """Returns what is seen; a look that fails itself is a line too, so that the others are still shown."""
-    found = []
+    found: list[Finding] = []
     try:
         found.extend(look())
     except Exception as error:  # noqa: BLE001  (a machine has more ways to be odd than are known here)
