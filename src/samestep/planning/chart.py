@@ -6,8 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from samestep.planning.plan import TrainingPlan
-from samestep.planning.plan_text import TITLES
+from samestep.planning.plan import TITLES, TrainingPlan
 from samestep.planning.planner import KINDS
 from samestep.planning.step import WORDS, PredictedStep
 
