@@ -14,8 +14,6 @@ from typing import NamedTuple
 from samestep.bench.harness import Options, Report
 from samestep.errors import UsageError
 
-__all__: list[str] = []
-
 
 class Benchmark(NamedTuple):
     """A module with `run(options: Options) -> Report`."""

@@ -32,8 +32,6 @@ from samestep.launch.functions.spawn import spawn
 from samestep.runtime.hosts import open_counters
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4, KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 25 * MIB, 100 * MIB, 256 * MIB)
 WARM = 128 * MIB  # tensors of one size together, so that each is cold when its turn comes

@@ -19,8 +19,6 @@ from samestep.errors import UsageError
 from samestep.launch.functions.spawn import spawn
 from samestep.replicas.reduction import Reduce
 
-__all__: list[str] = []
-
 PROMISE = 1.02  # of the default's time at most
 WAYS: tuple[Reduce | None, ...] = ("gloo", None)
 SETS = 2  # of processes, each of which takes some seventy steps to decide

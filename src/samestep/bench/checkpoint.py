@@ -27,8 +27,6 @@ from samestep.bench.workloads import MLP
 from samestep.launch.functions.spawn import spawn
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 PROMISE = 1.02  # at most 2 % of a minute with one save in it
 MINUTE = 60.0
 STEPS = 60  # in a window: longer than a write takes

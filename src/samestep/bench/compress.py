@@ -37,8 +37,6 @@ from samestep.replicas.replicate import Replica
 from samestep.runtime.exchange import all_gather_json
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 CODECS = ("fp16", "bf16", "int8", "sign", "topk", "powersgd")
 AS_IT_COMES = "as it comes"
 LEGEND = (

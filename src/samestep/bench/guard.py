@@ -26,8 +26,6 @@ from samestep.launch.functions.spawn import spawn
 from samestep.replicas.drift import DriftGuard, DriftMonitor
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 PROMISE = 1.005  # at most half a percent of a step, at every 16
 EVERY = 16
 CHECKS = 30  # timed by themselves

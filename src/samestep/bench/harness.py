@@ -28,8 +28,6 @@ from typing import Any
 from samestep.errors import UsageError
 from samestep.launch.resources import visible_gpus
 
-__all__: list[str] = []
-
 Block = Callable[[], object]
 Measure = Callable[[], float]
 

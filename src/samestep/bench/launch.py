@@ -23,8 +23,6 @@ from samestep.bench.harness import Comparison, Options, Report, interleave
 from samestep.errors import SamestepError
 from samestep.rankenv import child_environment
 
-__all__: list[str] = []
-
 FASTER_THAN_TORCHRUN = {4: 2.8}  # promised for so many ranks on 2 cores
 MOST_OF_ONE_PROCESS = {2: 1.3}
 

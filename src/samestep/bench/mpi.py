@@ -33,8 +33,6 @@ from samestep.launch.hosts import mpiexec
 from samestep.rankenv import child_environment
 from samestep.runtime.mpi.library import load
 
-__all__: list[str] = []
-
 SIZES = (4, 64 * KIB, MIB, 25 * MIB, 100 * MIB)
 GROUPS: dict[str, dict[str, Any]] = {
     "polling": {"backend": "mpi", "pg_options": {"waiting": "polling"}},

@@ -38,8 +38,6 @@ from samestep.launch.rank.timeline import Timeline
 from samestep.runtime.digest import digest
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 RECORDER = "samestep.verification.recording.recorder:Recorder"
 TIMELINE = "samestep.launch.rank.timeline:Timeline"
 CHECKER = "samestep.verification.online.checker:Checker"

@@ -39,8 +39,6 @@ from samestep.schedule.algorithms import make_schedule
 from samestep.schedule.simulate import Costs, simulate
 from samestep.topology import cut_evenly
 
-__all__: list[str] = []
-
 MOST = {"waits": 1.05, "blocks": 1.15}  # of what was predicted
 NEAR = 0.95  # of what a split allows at best, on stages of known cost
 SCHEDULES = ("fill-drain", "1f1b", "eager-1f1b", "zero-bubble")

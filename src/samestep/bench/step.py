@@ -32,8 +32,6 @@ from samestep.launch.functions.spawn import spawn
 from samestep.replicas.reduction import Reduce
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 PROMISE = 1.02  # at most 2 % more than the hand-written loop, over gloo
 FASTER = ((CNN, 1 / 1.45), (MLP, 1 / 1.4), (TRANSFORMER, 1 / 1.15))  # of its time at most, as it comes
 LOST = 1 / 3  # of the time that it loses to communication, at most

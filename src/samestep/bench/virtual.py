@@ -20,8 +20,6 @@ from samestep.errors import UsageError
 from samestep.launch.functions.spawn import spawn
 from samestep.topology import is_power_of_two
 
-__all__: list[str] = []
-
 SLICES = (1, 2, 4)  # on each rank
 
 

@@ -16,8 +16,6 @@ from torch.utils.data import Dataset, TensorDataset
 
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 WIDTHS = (512, 2048, 1536, 512)  # of the mlp: 4,984,832 parameters
 CLASSES = 10
 

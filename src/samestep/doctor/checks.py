@@ -18,9 +18,6 @@ from samestep.doctor.finding import Finding, guarded
 from samestep.errors import SamestepError
 from samestep.rankenv import RankVariables
 
-__all__: list[str] = []
-
-
 TIMEOUTS = {"env": 10.0}  # seconds for all ranks to come; those variables may be left over, and nobody come
 TIMEOUT = 30.0
 LOOKING = 150.0  # seconds for all of them to look around

@@ -16,8 +16,6 @@ from samestep.errors import RankVariablesError
 from samestep.launch.cpus import read_cores
 from samestep.rankenv import read_rank_variables, variable, variable_names
 
-__all__: list[str] = []
-
 Read = Callable[[str], str | None]
 
 

@@ -16,8 +16,6 @@ from typing import Any, Literal
 
 from samestep.text import escape_control
 
-__all__: list[str] = []
-
 Level = Literal["ok", "note", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "error")
 FIELDS = ("check", "level", "text", "effect", "fix")  # of a line, in its order

@@ -13,8 +13,6 @@ from samestep.doctor.software import cuda_of_torch, said_by, with_driver
 from samestep.launch.resources import DRIVER
 from samestep.text import format_bytes
 
-__all__: list[str] = []
-
 FIELDS = "index,name,memory.total,memory.used,driver_version,compute_mode,uuid"
 CAPABILITY = ",compute_cap"  # which a driver that is older than torch needs does not know
 USERS = "gpu_uuid,pid,process_name,used_memory"

@@ -29,8 +29,6 @@ from samestep.launch.hosts.transport import Started, explain, plan, start
 from samestep.rankenv import fresh_environment
 from samestep.text import format_bytes, format_duration, plural
 
-__all__: list[str] = []
-
 TIMEOUT = 90.0  # seconds for a busy host to look at itself
 MEASURING_TIMEOUT = 120.0  # seconds for all to meet, and to be measured
 THERE = 'cd "$1" 2>/dev/null; shift; exec "$@"'  # as `samestep run` starts ranks: in the folder of the same name

@@ -21,8 +21,6 @@ from samestep.launch.cpus import MACHINE, Cores, groups, read_cores
 from samestep.launch.resources import busy_cores, read_memory
 from samestep.text import format_bytes, format_duration
 
-__all__: list[str] = []
-
 SHM = Path("/dev/shm")  # noqa: S108  (the kernel's, not a file of ours)
 LEAST_SHM = 1 << 30  # bytes: two ranks' gradients of a model of 100 million parameters, and some batches
 LEAST_FILES = 4096  # ranks, workers and their pipes; 1,024 is what most distributions give

@@ -26,8 +26,6 @@ from samestep.doctor.finding import Finding, as_root, hosts_entry, ok
 from samestep.launch.hosts.network import Interface, addresses
 from samestep.rankenv import variable
 
-__all__: list[str] = []
-
 TORCHRUNS_PORT = 29500
 LONG = 1.0  # seconds to look up a name
 CHOSEN = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # variables that name an interface

@@ -33,8 +33,6 @@ import samestep
 from samestep.launch.hosts.network import addresses
 from samestep.runtime.exchange import all_gather_json
 
-__all__: list[str] = []
-
 MARK = "samestep-doctor-between:"  # before the line in which rank 0 says what was found
 MESSAGES, LARGE, LARGES = 20, 4 << 20, 3
 TIMEOUT = 5.0  # seconds for a file that one host has made to be seen by others

@@ -34,8 +34,6 @@ from samestep.launch.hosts import mpiexec
 from samestep.launch.hosts.transport import PACKAGES, program_named
 from samestep.rankenv import variable
 
-__all__: list[str] = []
-
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
 OURS = re.compile(r"torch|nvidia|triton|numpy|samestep|mpi4py|safetensors", re.IGNORECASE)  # whose conflicts matter

@@ -22,8 +22,6 @@ from torch import nn
 import samestep
 from samestep.rankenv import variable
 
-__all__: list[str] = []
-
 WIDTH = 64
 
 

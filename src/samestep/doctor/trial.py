@@ -22,8 +22,6 @@ from samestep.launch.hosts import mpiexec
 from samestep.rankenv import fresh_environment, variable
 from samestep.text import format_duration, plural
 
-__all__: list[str] = []
-
 PROGRAM = "samestep.doctor.step"
 BUILT = "torch's backends"
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGKILL, signal.SIGILL, signal.SIGFPE)

@@ -15,8 +15,6 @@ from samestep.errors import UsageError
 from samestep.launch.rank.script import run_module, run_script
 from samestep.rankenv import variable
 
-__all__: list[str] = []
-
 
 def main(words: list[str]) -> None:
     is_module = words[:1] == ["-m"]

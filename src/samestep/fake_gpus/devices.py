@@ -10,8 +10,6 @@ import torch
 from samestep.fake_gpus.generators import make_generators
 from samestep.fake_gpus.native import current_index
 
-__all__ = ["DEVICES", "check_index", "check_process", "count", "visible"]
-
 
 @dataclass
 class Devices:

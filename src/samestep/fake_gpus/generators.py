@@ -15,8 +15,6 @@ from typing import Any, Self
 
 import torch
 
-__all__ = ["FakeGenerator", "borrowed", "draw_from", "make_generators"]
-
 DEFAULT_SEED = 67280421310721  # torch's own
 STEP = 4  # what an operator moves the offset by: CUDA's moves in steps of four numbers, too
 BASE = torch.Generator  # the class of C++, also while another has its name

@@ -25,8 +25,6 @@ from samestep.fake_gpus import devices
 from samestep.fake_gpus.host_memory import to_host
 from samestep.instrument.patch import Patches
 
-__all__ = ["COLLECTIVES", "patch_groups"]
-
 _work_of: Any = c10d.__dict__["_create_work_from_future"]
 CARD = torch.device("cuda")
 MARK = "fake NCCL"

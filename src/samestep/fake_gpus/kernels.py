@@ -23,8 +23,6 @@ from samestep.fake_gpus.host_memory import to_fake, to_host
 from samestep.fake_gpus.loading import PINNING
 from samestep.fake_gpus.normalisation import SYNCHRONISED
 
-__all__ = ["Kernels"]
-
 HOST = torch.device("cpu")
 NONE = -1
 # Operators that change how a tensor is laid out, not what it holds, and views: their C++ serves any device.

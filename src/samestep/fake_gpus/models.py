@@ -11,8 +11,6 @@ from torch import Tensor
 from samestep.fake_gpus.kernels import two_devices
 from samestep.instrument.patch import Patches
 
-__all__ = ["patch_models"]
-
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 
 

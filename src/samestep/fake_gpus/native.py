@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["CUDA", "Native", "current_index", "set_index"]
-
 _TYPES: Any = torch._C._autograd.DeviceType  # noqa: SLF001
 CPU, CUDA = int(_TYPES.CPU), int(_TYPES.CUDA)
 TORCH = Path(torch.__file__).parent

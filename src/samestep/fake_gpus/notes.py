@@ -9,8 +9,6 @@ from typing import Any, NoReturn
 from samestep.instrument.patch import Patches
 from samestep.rankenv import variable
 
-__all__ = ["not_faked", "say_once", "watch_imports"]
-
 EXTENSIONS = {
     *("apex", "bitsandbytes", "causal_conv1d", "cupy", "deepspeed", "flash_attn", "flash_attn_2_cuda", "mamba_ssm"),
     *("numba.cuda", "nvidia.dali", "tensorrt", "transformer_engine", "triton", "vllm", "xformers"),

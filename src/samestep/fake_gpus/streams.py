@@ -15,8 +15,6 @@ import torch
 from samestep.fake_gpus.devices import check_index
 from samestep.fake_gpus.native import CUDA, set_index
 
-__all__ = ["Event", "ExternalStream", "Stream", "current", "select"]
-
 _numbers = itertools.count(1)
 _thread = threading.local()
 

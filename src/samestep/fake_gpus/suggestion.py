@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["suggest", "wants_gpus"]
-
 WANT = re.compile(
     "|".join(  # noqa: FLY002  (one kind a line)
         (

@@ -23,8 +23,6 @@ from samestep.planning.model_profile import CapturedCall, ModelProfile, profile_
 from samestep.planning.profile import Gradient, Profile
 from samestep.planning.step_trace import PARTS, StepTrace
 
-__all__: list[str] = []
-
 FEWEST = 3  # undisturbed steps; with fewer all but the first count
 LISTENED = 3  # steps of which a gradient's median is taken
 

@@ -10,8 +10,6 @@ from samestep.planning.plan import TITLES, TrainingPlan
 from samestep.planning.planner import KINDS
 from samestep.planning.step import WORDS, PredictedStep
 
-__all__: list[str] = []
-
 WHOLE_PAGE = True  # plotly's own script lies in the page
 WIDTH = 150  # letters of a title's line
 LEFT, RIGHT = (0.0, 0.38), (0.45, 0.83)  # of the page's width: the plots; what is left is for the second one's legend

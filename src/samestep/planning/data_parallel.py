@@ -35,8 +35,6 @@ from samestep.planning.profile import BatchTime, Profile
 from samestep.planning.step import ParallelLayout, PredictedStep, StepBreakdown, interval
 from samestep.replicas.bucket_plan import BackwardProfile, BucketLayout, best_single_size, coalesced, optimal_layout
 
-__all__: list[str] = []
-
 MOST_GRADIENTS = 48  # that buckets are cut between; neighbours are taken together beyond
 FREE = Link(0.0, float("inf"))
 

@@ -24,8 +24,6 @@ from samestep.network.links import Link
 from samestep.network.messages import Messages, remap, send
 from samestep.network.pricing import CollectivePrice, PlacedNetwork, price_lines
 
-__all__: list[str] = []
-
 FEW = 256  # ranks up to which every all-reduce is counted
 DOUBLE_TREE = "double tree"
 CHUNKS = (1, 2, 4, 8, 16, 32, 64)  # near the best number seconds are flat: half or twice of it costs a few per cent

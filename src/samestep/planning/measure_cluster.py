@@ -33,8 +33,6 @@ from samestep.rankenv import read_rank_variables
 from samestep.runtime.exchange import all_gather_json
 from samestep.text import bytes_text, seconds_text
 
-__all__: list[str] = []
-
 MESSAGES = (8, 4096, 65536, 1 << 20, 4 << 20)  # bytes: larger than what a network lets pass at once
 SIZES = (4096, 65536, 1 << 20, 8 << 20)  # bytes of all-reduces
 CALLS = 6  # in a series

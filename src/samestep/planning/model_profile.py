@@ -31,8 +31,6 @@ from samestep.pipelines.splitting import check_equivalence
 from samestep.planning.profile import BatchTime
 from samestep.runtime import rng
 
-__all__: list[str] = []
-
 THROWN, LEAST, MOST = 2, 3, 20  # passes of each size: to warm up, and that a median is taken of
 LONG_S = 2.0  # of passes of all sizes, after which the smallest_near_best are enough
 SMALLEST = 16  # the smallest batch is this part of the whole

@@ -38,8 +38,6 @@ from samestep.verification.journal import SPAWNED, TraceWriter
 from samestep.verification.recording.adjusting import adjusted
 from samestep.verification.recording.witness import StopRecording
 
-__all__: list[str] = []
-
 RESULT = "profile.json"  # beside the journals
 WARM_UP = 3  # steps before those that are timed; each of them measures something else
 LISTENED = 3  # steps behind them in which gradients are listened to

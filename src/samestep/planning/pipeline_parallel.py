@@ -22,8 +22,6 @@ from samestep.schedule.algorithms import make_schedule
 from samestep.schedule.schedule import Schedule
 from samestep.schedule.simulate import Costs, simulate
 
-__all__: list[str] = []
-
 
 def predict(
     profile: Profile,

@@ -26,8 +26,6 @@ from samestep.planning.settings import Settings
 from samestep.planning.step import WORDS, PredictedStep
 from samestep.text import bytes_text, seconds_text
 
-__all__: list[str] = []
-
 MIB = 1 << 20
 MIN_GAIN = 0.02  # of the samples a second, below which a change is not suggested
 INT8_BITS = 8.125  # of each gradient of 32 bits: its code, and its share of a scale of 32 bits for 256

@@ -22,8 +22,6 @@ from samestep.planning.profile import Profile
 from samestep.planning.step import ParallelLayout, PredictedStep
 from samestep.text import bytes_text
 
-__all__: list[str] = []
-
 KINDS = ("data", "pipeline", "hybrid")
 MOST_STAGES = 32
 MOST_EACH = 8  # micro-batches for each stage

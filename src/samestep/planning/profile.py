@@ -21,8 +21,6 @@ from samestep.files import write_atomic
 from samestep.parsing import many, read, whole
 from samestep.pipelines.layers import Layer
 
-__all__: list[str] = []
-
 VERSION = 1
 
 

@@ -26,8 +26,6 @@ from samestep.planning.observer import FEWEST, RESULT
 from samestep.planning.profile import Profile, load
 from samestep.verification import journal, runs
 
-__all__: list[str] = []
-
 OBSERVER = "samestep.planning.observer:ProfilingObserver"
 
 Say = Callable[[str], None]

@@ -17,8 +17,6 @@ from samestep import parsing
 from samestep.errors import UsageError
 from samestep.parsing import positive, read, whole
 
-__all__: list[str] = []
-
 BUCKETS = "SAMESTEP_BUCKETS"  # the variable that every rank gets
 
 

@@ -20,8 +20,6 @@ from typing import Any
 from samestep.errors import UsageError
 from samestep.planning.profile import Profile
 
-__all__: list[str] = []
-
 MESSAGE_ERROR = 0.15  # of predicted messages, as measured over limited links: docs/plan.md
 
 

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-__all__: list[str] = []
-
 PARTS = ("data", "forward", "backward", "optimizer", "other")
 
 
