@@ -126,9 +126,8 @@ def judge(cards: list[Card], users: list[User]) -> Iterator[Finding]:
             yield ok("GPU users", f"GPU {card.index}: {'; '.join(map(str, theirs))}")
         if card.mode in CLOSED:
             level, text, effect = CLOSED[card.mode]
-            yield Finding(
-                "GPUs", level, f"GPU {card.index} {text}", effect, as_root(f"nvidia-smi -i {card.index} -c 0")
-            )
+            fix = as_root(f"nvidia-smi -i {card.index} -c 0")
+            yield Finding("GPUs", level, f"GPU {card.index} {text}", effect, fix)
 
 
 def _in_use(card: Card, users: list[User], cards: list[Card]) -> Finding:

@@ -180,9 +180,8 @@ def _links(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[Fi
         elif len(pairs) > 1 and pair["latency_s"] > LATE * latency:
             odd = True
             effect = f"small messages wait for it: the others take {format_duration(latency)}"
-            yield Finding(
-                "link", "warning", text, effect, f"tracepath {shlex.quote(hosts[pair['second']])}  # on the other"
-            )
+            fix = f"tracepath {shlex.quote(hosts[pair['second']])}  # on the other"
+            yield Finding("link", "warning", text, effect, fix)
     text = f"{plural(len(pairs), 'pair')}, median {format_duration(latency)}, {format_bytes(bandwidth)}/s"
     if bandwidth < NARROW and not odd:
         effect = "a gradient of 100 MB takes more than a second"

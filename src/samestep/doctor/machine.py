@@ -76,8 +76,7 @@ def numa(root: Path) -> Finding:
     """Tells how many parts of memory there are, each near to some of the cores."""
     nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
     if nodes > 1:
-        text = f"{nodes} nodes: `samestep run --pin` keeps each rank's memory beside its cores"
-        return ok("NUMA", text)
+        return ok("NUMA", f"{nodes} nodes: `samestep run --pin` keeps each rank's memory beside its cores")
     return ok("NUMA", "1 node: all memory is as near to every core")
 
 
@@ -96,9 +95,8 @@ def shared_memory(folder: Path) -> Finding:
     try:
         room = os.statvfs(folder)
     except OSError as error:
-        return Finding(
-            check, "warning", f"cannot be used: {error.strerror}", effect, as_root(f"mount -t tmpfs shm {folder}")
-        )
+        fix = as_root(f"mount -t tmpfs shm {folder}")
+        return Finding(check, "warning", f"cannot be used: {error.strerror}", effect, fix)
     free, whole = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
     text = f"{format_bytes(free)} free of {format_bytes(whole)}"
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -107,7 +105,7 @@ def shared_memory(folder: Path) -> Finding:
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    text = f"{_limit_text(soft)} a process"
+    text = "unlimited a process" if soft == UNLIMITED else f"{soft:,} a process"
     if soft != UNLIMITED and soft < LEAST_FILES:
         effect = "ranks with DataLoader workers end with 'Too many open files'"
         wanted = hard if LEAST_FILES <= hard < WANTED_FILES else WANTED_FILES
@@ -152,19 +150,14 @@ def largest_file(soft: int, hard: int) -> Iterator[Finding]:
         yield Finding("file size", "warning", f"at most {format_bytes(soft)}", effect, fix)
 
 
-def _limit_text(limit: int) -> str:
-    return "unlimited" if limit == UNLIMITED else f"{limit:,}"
-
-
 def _locked(root: Path) -> Iterator[Finding]:
     """RDMA pins memory: only where there is an adapter does the limit matter."""
     adapters = root / "sys/class/infiniband"
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if adapters.is_dir() and any(adapters.iterdir()) and soft != resource.RLIM_INFINITY:
         effect = "InfiniBand cannot register memory: NCCL and MPI fail, or fall back to TCP"
-        fix = (
-            as_root("prlimit --pid $$ --memlock=unlimited:unlimited") + "  # this shell; docker run --ulimit memlock=-1"
-        )
+        fix = as_root("prlimit --pid $$ --memlock=unlimited:unlimited")
+        fix += "  # this shell; docker run --ulimit memlock=-1"
         yield Finding("locked memory", "warning", format_bytes(soft), effect, fix)
 
 
@@ -189,9 +182,8 @@ def _disk_room(folder: Path) -> Finding:
     text = f"{format_bytes(free)} free in {folder} ({kind_of(folder)})"
     if free < LEAST_DISK:
         effect = "checkpoints are refused for want of room"
-        return Finding(
-            "disk", "warning", text, effect, f"du -xh --max-depth=2 {shlex.quote(str(folder))} | sort -h | tail"
-        )
+        fix = f"du -xh --max-depth=2 {shlex.quote(str(folder))} | sort -h | tail"
+        return Finding("disk", "warning", text, effect, fix)
     return ok("disk", text)
 
 

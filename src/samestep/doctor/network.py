@@ -62,9 +62,8 @@ def own_name(name: str, found: Sequence[Interface]) -> Finding:
         led = sorted({entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)})
     except OSError as error:
         effect = "torchrun on several hosts looks it up and fails, or waits; samestep run does not use it"
-        return Finding(
-            "own name", "warning", f"{name} does not resolve: {error}", effect, hosts_entry(entry, first=False)
-        )
+        fix = hosts_entry(entry, first=False)
+        return Finding("own name", "warning", f"{name} does not resolve: {error}", effect, fix)
     took = time.monotonic() - begun
     text = f"{name} is {', '.join(map(str, led))}"
     known = {interface.address for interface in found}
@@ -101,10 +100,8 @@ def interfaces(found: Sequence[Interface], net: Path = NET) -> Finding:
     if all(interface.is_loopback for interface in found):
         effect = "runs over several hosts are not possible"
         down = sorted(name for _, name in socket.if_nameindex() if name != "lo")
-        first = (
-            as_root(f"ip link set {shlex.quote(down[0])} up  # then: ip addr add ADDRESS") if down else "ip -br link"
-        )
-        return Finding("interfaces", "note", text or "none", effect, first)
+        up = f"ip link set {shlex.quote(down[0])} up  # then: ip addr add ADDRESS" if down else ""
+        return Finding("interfaces", "note", text or "none", effect, as_root(up) if up else "ip -br link")
     return ok("interfaces", text)
 
 

@@ -55,9 +55,8 @@ visible_gpus = functools.cache(resources.visible_gpus)  # asks nvidia-smi, which
 
 def check() -> Iterator[Finding]:
     yield _python()
-    yield ok(
-        "system", f"{platform.system()} {platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}"
-    )
+    system = platform.uname()
+    yield ok("system", f"{system.system} {system.release} {system.machine}, {' '.join(platform.libc_ver())}")
     yield torch(installed("torch"), visible_gpus())
     yield ok("samestep", __version__)
     yield from conflicts(said_by([sys.executable, "-m", "pip", "check", "--disable-pip-version-check"], READING))
@@ -143,9 +142,8 @@ def _mpi() -> Iterator[Finding]:
     named = next((line.strip() for line in said.splitlines() if line.strip()), "")
     if code != 0:
         effect = "samestep run --mpi does not start"
-        yield Finding(
-            "MPI", "warning", f"{program} --version fails: {named}", effect, pip("--force-reinstall", "mpich")
-        )
+        fix = pip("--force-reinstall", "mpich")
+        yield Finding("MPI", "warning", f"{program} --version fails: {named}", effect, fix)
         return
     release = re.search(r"(?:Version:|Open MPI\)|Intel.*Version)\s*(\S+)", said)
     family = "Open MPI" if "Open MPI" in said or "OpenRTE" in said else "MPICH or Intel MPI"
@@ -163,13 +161,8 @@ def _launchers() -> Iterator[Finding]:
         first = said.splitlines()[0].strip() if said else "?"
         if code != 0:
             effect = "hosts cannot be reached with it"
-            yield Finding(
-                name,
-                "warning",
-                f"{name} {option} fails: {first}",
-                effect,
-                as_root(f"apt-get install --reinstall {PACKAGES[name]}"),
-            )
+            fix = as_root(f"apt-get install --reinstall {PACKAGES[name]}")
+            yield Finding(name, "warning", f"{name} {option} fails: {first}", effect, fix)
         else:
             yield ok(name, first)
     if shutil.which("sinfo"):
@@ -189,14 +182,8 @@ def slurm(answer: tuple[int, str], *, configured: bool, release: str = "installe
         return ok("Slurm", f"{release}, not configured: there is no {SLURM}")
     if code != 0:
         first = said.splitlines()[0] if said else "no answer"
-        effect = "jobs cannot be queued"
-        return Finding(
-            "Slurm",
-            "warning",
-            f"sinfo fails: {first}",
-            effect,
-            "scontrol ping  # who answers; there: systemctl restart slurmctld",
-        )
+        fix = "scontrol ping  # who answers; there: systemctl restart slurmctld"
+        return Finding("Slurm", "warning", f"sinfo fails: {first}", "jobs cannot be queued", fix)
     states = [text.split() for text in said.splitlines() if text]
     usable = sum(int(count) for count, state in states if not re.search(r"down|drain|fail|unk", state))
     text = ", ".join(f"{count} {state}" for count, state in states) or "no nodes"
@@ -318,7 +305,8 @@ def with_driver(cuda: tuple[int, ...], driver: str, capabilities: Mapping[str, s
     name_of_cuda, oldest = ".".join(map(str, cuda)), DRIVERS.get(cuda[0])
     if oldest and (0,) < numbers(driver) < (oldest,):
         effect = "torch.cuda.is_available() is False, or: 'the NVIDIA driver on your system is too old'"
-        fix = pip("--force-reinstall", "torch", *index(_for(driver)))
+        runs = "cu126" if numbers(driver) >= (DRIVERS[12],) else "cpu"
+        fix = pip("--force-reinstall", "torch", *index(runs))
         text = f"torch for CUDA {name_of_cuda} wants driver {oldest} or newer, and this one is {driver}"
         yield Finding(VERSIONS, "error", text, effect, fix + "  # or a newer driver")
     for name, capability in capabilities.items():
@@ -329,7 +317,3 @@ def with_driver(cuda: tuple[int, ...], driver: str, capabilities: Mapping[str, s
             effect = "every call ends with: 'no kernel image is available for execution on the device'"
             fix = pip("--force-reinstall", "torch", *index("cu126" if too_old else "cu128"))
             yield Finding(VERSIONS, "error", text, effect, fix)
-
-
-def _for(driver: str) -> str:
-    return "cu126" if numbers(driver) >= (DRIVERS[12],) else "cpu"
