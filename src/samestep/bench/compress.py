@@ -108,17 +108,14 @@ def measure(device: str | None, repeats: int) -> Measured:
         loops = {name: steps_of(WIDE, model, world) for name, model in ways.items()}
         times = time_loops(list(loops.values()), world, repeats, steps=1)
         compressions = {name: ways[name].compression for name in CODECS}
+        hosts = len(set(all_gather_json(world.data, world.host_index)))
         return Measured(
             times=dict(zip(loops, map(list, times), strict=True)),
             sent={name: one.sent / one.steps for name, one in compressions.items() if one is not None},
             coding={name: coding_time(one.codec, world) for name, one in compressions.items() if one is not None},
             plain=2 * (world.size - 1) / world.size * sum(p.nbytes for p in ways["backend"].module.parameters()),
-            conditions=setting(world, WIDE) | {"steps_per_block": 1, "hosts": _hosts(world)},
+            conditions=setting(world, WIDE) | {"steps_per_block": 1, "hosts": hosts},
         )
-
-
-def _hosts(world: World) -> int:
-    return len(set(all_gather_json(world.data, world.host_index)))
 
 
 def _replica(world: World, codec: str | None, reduce: Any = None) -> Replica:
@@ -143,7 +140,8 @@ def coding_time(codec: Codec, world: World) -> float:
         begin = time.perf_counter()
         for chunk, flat in zip(chunks, flats, strict=True):
             _answered(mean(codec, ReductionContext(chunk, world.rank, world.size, step, 0, memory), flat), world)
-        _synchronise(world)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
         seconds.append(time.perf_counter() - begin)
     return median(seconds[1:])
 
@@ -158,8 +156,3 @@ def _answered(scheme: Iterator[Any], world: World) -> None:
             message = scheme.send(torch.stack([packets] * world.size))  # type: ignore[attr-defined]
         except StopIteration:
             return
-
-
-def _synchronise(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +57,10 @@ def run(options: Options) -> Report:
         with _busy(busy):
             rows, conditions = _job(options)
         comparisons += [one for row in rows for one in _comparisons(*row, "busy, " if busy else "")]
-    conditions = {"ranks": options.ranks, "cores": cores, **conditions}
-    return Report("mpi", [_with_interval(one) for one in comparisons], conditions, ROWS)
-
-
-def _with_interval(one: Comparison) -> Comparison:
-    """Adds the 95 % interval of the median ratio, as times faster."""
-    lower, upper = one.interval
-    return replace(one, figures=dict(zip(ROWS, (1 / upper, 1 / lower), strict=True)))
+    for one in comparisons:
+        lower, upper = one.interval
+        one.figures.update(zip(ROWS, (1 / upper, 1 / lower), strict=True))  # as times faster
+    return Report("mpi", comparisons, {"ranks": options.ranks, "cores": cores, **conditions}, ROWS)
 
 
 def _comparisons(name: str, unit: str, times: dict[str, list[float]], prefix: str) -> list[Comparison]:

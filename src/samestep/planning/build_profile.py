@@ -21,10 +21,7 @@ from torch import Tensor, nn
 from samestep.errors import UsageError
 from samestep.planning.model_profile import CapturedCall, ModelProfile, profile_model, tensors_in, unwrap
 from samestep.planning.profile import Gradient, Profile
-from samestep.planning.step_trace import PARTS, StepTrace
-
-FEWEST = 3  # undisturbed steps; with fewer all but the first count
-LISTENED = 3  # steps of which a gradient's median is taken
+from samestep.planning.step_trace import FEWEST, LISTENED, PARTS, StepTrace
 
 Say = Callable[[str], None]
 
@@ -39,7 +36,7 @@ class Observations:
 
     @property
     def chosen(self) -> Sequence[StepTrace]:
-        """The steps whose times count: undisturbed ones, unless there are too few."""
+        """The steps whose times count: undisturbed ones, unless there are too few; then all but the first."""
         plain = self.steps[self.timed.start : self.timed.stop]
         return plain if len(plain) >= FEWEST else self.steps[1:]
 
@@ -76,7 +73,7 @@ def profile_of(seen: Observations, say: Say) -> Profile:
         gradients=gradients,
         parameter_bytes=sum(each.nbytes for _, each in names.values()),
         buffer_bytes=sum(buffers.values()),
-        optimizer_bytes=sum(_remembered(one) for one in seen.optimizers),
+        optimizer_bytes=sum(each.nbytes for one in seen.optimizers for each in tensors_in(one.state)),
         activation_bytes=max(alone.kept, *(step.kept for step in seen.steps)),
         sizes=alone.sizes,
         layers=alone.layers,
@@ -124,10 +121,6 @@ def _gradients(seen: Observations, names: Mapping[int, tuple[str, Tensor]], back
     for key in sorted(ready, key=lambda key: (ready[key], order.index(key) if key in order else len(order))):
         name, parameter = names[key]
         yield Gradient(name, parameter.nbytes, ready[key] * backward_s)
-
-
-def _remembered(optimizer: torch.optim.Optimizer) -> int:
-    return sum(each.nbytes for state in optimizer.state.values() for each in tensors_in(state))
 
 
 def machine() -> str:

@@ -32,7 +32,7 @@ from samestep.planning.profile import BatchTime
 from samestep.runtime import rng
 
 THROWN, LEAST, MOST = 2, 3, 20  # passes of each size: to warm up, and that a median is taken of
-LONG_S = 2.0  # of passes of all sizes, after which the smallest_near_best are enough
+LONG_S = 2.0  # of passes of all sizes, after which LEAST are enough
 SMALLEST = 16  # the smallest batch is this part of the whole
 PARTS_OF_LAYERS = (1, 2, 4, 8)
 _FOLLOWED = 2  # samples with which a forward is followed
@@ -129,17 +129,18 @@ def _measured(model: nn.Module, inputs: CapturedCall, say: Say) -> tuple[list[Ba
     for samples in _halves(inputs.samples):
         say(f"measuring {samples} samples")
         try:
-            calls.append(_warmed_up(model, inputs.first(samples)))
+            call = inputs.first(samples)
+            for _ in range(THROWN):
+                _pass(model, call)
+            calls.append(call)
         except Exception as error:  # noqa: BLE001  (anything may come of a forward that meets another batch)
             refused = f"it fails by itself with {samples} samples ({_short(error)})"
             break
-    return [_size(call, passes) for call, passes in zip(calls, _in_turn(model, calls), strict=True)], refused
-
-
-def _warmed_up(model: nn.Module, call: CapturedCall) -> CapturedCall:
-    for _ in range(THROWN):
-        _pass(model, call)
-    return call
+    found = []
+    for call, passes in zip(calls, _in_turn(model, calls), strict=True):
+        forward, backward = (statistics.median(seconds) for seconds in zip(*passes, strict=True))
+        found.append(BatchTime(call.samples, forward, backward))
+    return found, refused
 
 
 def _in_turn(model: nn.Module, calls: Sequence[CapturedCall]) -> list[list[tuple[float, float]]]:
@@ -152,11 +153,6 @@ def _in_turn(model: nn.Module, calls: Sequence[CapturedCall]) -> list[list[tuple
         for call, passes in zip(calls, found, strict=True):
             passes.append(_pass(model, call))
     return found
-
-
-def _size(call: CapturedCall, passes: Sequence[tuple[float, float]]) -> BatchTime:
-    forward, backward = zip(*passes, strict=True)
-    return BatchTime(call.samples, statistics.median(forward), statistics.median(backward))
 
 
 def _short(error: Exception) -> str:
@@ -342,19 +338,14 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same nested lists, tuples and mappings with other tensors; everything else is as it was."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, dict):
-        return type(value)((key, _changed(one, change)) for key, one in value.items()) if _plain(value) else value
+    if type(value) in (dict, OrderedDict):  # a class of the user's may be made otherwise
+        return type(value)((key, _changed(one, change)) for key, one in value.items())
     if isinstance(value, list):
         return [_changed(one, change) for one in value]
     if isinstance(value, tuple):
         found = [_changed(one, change) for one in value]
         return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
     return value
-
-
-def _plain(value: dict[Any, Any]) -> bool:
-    """Whether it is made anew of its items; a class of the user's may be made otherwise."""
-    return type(value) in (dict, OrderedDict)
 
 
 class SavedTensorBytes:

@@ -31,7 +31,7 @@ from samestep.instrument.samestep_calls import samestep_calls
 from samestep.instrument.script_io import spawns
 from samestep.instrument.training import Hook, optimizers
 from samestep.launch.rank.observers import Observer, RankContext
-from samestep.planning.step_trace import StepTrace, Timestamp, timestamp
+from samestep.planning.step_trace import FEWEST, LISTENED, StepTrace, Timestamp, timestamp
 from samestep.progress import ProgressListener
 from samestep.rankenv import variable
 from samestep.verification.journal import SPAWNED, TraceWriter
@@ -40,8 +40,6 @@ from samestep.verification.recording.witness import StopRecording
 
 RESULT = "profile.json"  # beside the journals
 WARM_UP = 3  # steps before those that are timed; each of them measures something else
-LISTENED = 3  # steps behind them in which gradients are listened to
-FEWEST = 3  # timed steps of which a median is taken
 _COUNTED = 1  # the step whose kept bytes are counted
 
 

@@ -22,8 +22,9 @@ from samestep.launch.rank.environment import threads_per_rank
 from samestep.launch.rank.script import find_module
 from samestep.launch.start.prefork_server import PreforkServer
 from samestep.pipelines.plan import ProgressLine
-from samestep.planning.observer import FEWEST, RESULT
+from samestep.planning.observer import RESULT
 from samestep.planning.profile import Profile, load
+from samestep.planning.step_trace import FEWEST
 from samestep.verification import journal, runs
 
 OBSERVER = "samestep.planning.observer:ProfilingObserver"
@@ -138,7 +139,8 @@ def _result(program: runs.Script, ended: runs.Ended) -> Profile:
     if (ended.folder / "journals" / journal.SPAWNED).exists():
         raise UsageError(f"{name} starts its own ranks: profile a script that trains in the process it is started in")
     if ended.hung:
-        raise UsageError(f"{name} stands still{_position(ended)}: see whether `samestep run -n 1` ends")
+        place = runs.stack_positions(ended.folder).get(0)
+        raise UsageError(f"{name} stands still{f' at {place}' if place else ''}: see whether `samestep run -n 1` ends")
     if ended.code:
         raise UsageError(f"{name} fails by itself{_reason(ended)}")
     refused = [str(event["why"]) for event in events if event["kind"] == "refused"]
@@ -166,8 +168,3 @@ def _reason(ended: runs.Ended) -> str:
     where = f" at {failure['where']}" if failure.get("where") else ""
     said = " ".join(str(failure.get("message") or "").split())[:300]
     return f"{where}: {failure['exception']}: {said}" if said else f"{where}: {failure['exception']}"
-
-
-def _position(ended: runs.Ended) -> str:
-    place = runs.stack_positions(ended.folder).get(0)
-    return f" at {place}" if place else ""

@@ -19,6 +19,8 @@ from itertools import pairwise
 from typing import Any
 
 PARTS = ("data", "forward", "backward", "optimizer", "other")
+FEWEST = 3  # undisturbed steps that are timed, of which a median is taken
+LISTENED = 3  # steps behind them in which gradients are listened to
 
 
 @dataclass(frozen=True)
