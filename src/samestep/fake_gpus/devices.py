@@ -94,3 +94,10 @@ def no_such_device(index: int) -> Exception:
     kind: type[Exception] = getattr(torch, "AcceleratorError", RuntimeError)
     there = f"cuda:0 to cuda:{count() - 1}" if count() else "none"
     return kind(f"CUDA error: invalid device ordinal\ncuda:{index} was asked for; fake GPUs of this process: {there}")
+
+
+def two_devices(one: object, other: object) -> RuntimeError:
+    """Returns what PyTorch raises where an operator gets tensors of two devices."""
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}!"
+    )
