@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -39,20 +38,12 @@ from samestep.runtime.world import World
 
 CODECS = ("fp16", "bf16", "int8", "sign", "topk", "powersgd")
 AS_IT_COMES = "as it comes"
+ROWS = ("sent_mb", "coding_ms", "pays_below_mbit")
 LEGEND = (
     "ours: with this codec, or as samestep reduces without one; theirs: without, over the backend; speedup: theirs "
     "over ours; coding: to encode and decode, by itself; pays below: on links of fewer Mbit/s, by bytes and coding "
     "alone."
 )
-
-
-@dataclass(frozen=True)
-class Measured:
-    times: dict[str, list[float]]  # seconds of steps, by way; "backend" is without compression
-    sent: dict[str, float]  # bytes that a rank sends a step, by codec
-    coding: dict[str, float]  # seconds that encoding and decoding take, by codec
-    plain: float  # bytes that a rank sends a step without compression
-    conditions: dict[str, Any]  # that a report names
 
 
 def run(options: Options) -> Report:
@@ -61,29 +52,12 @@ def run(options: Options) -> Report:
     if max(options.ranks, 0 if started is None else started.size) < 2:
         raise UsageError("compression needs 2 ranks or more: samestep bench compress -n 2")
     if started is not None and started.size > 1:
-        found = measure(None, options.repeats)
+        comparisons, conditions = measure(None, options.repeats)
     else:
         device = training_device(options.ranks)
-        found = spawn(measure, options.ranks, device, options.repeats, progress=False)[0]
-    comparisons = [_compared(codec, found) for codec in CODECS]
-    comparisons.append(Comparison(AS_IT_COMES, "step", *_pair(found, AS_IT_COMES), figures=_figures(0.0, 0.0, 0.0)))
-    rows = ("sent_mb", "coding_ms", "pays_below_mbit")
-    text = conclusion(comparisons, hosts=found.conditions["hosts"])
-    return Report("compress", comparisons, found.conditions, rows, conclusion=text, legend=LEGEND)
-
-
-def _pair(found: Measured, way: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    return tuple(found.times[way]), tuple(found.times["backend"])
-
-
-def _compared(codec: str, found: Measured) -> Comparison:
-    sent, coding = found.sent[codec], found.coding[codec]
-    figures = _figures(sent, coding, 8 * (found.plain - sent) / coding)
-    return Comparison(codec, "step", *_pair(found, codec), figures=figures)
-
-
-def _figures(sent: float, coding: float, pays_below: float) -> dict[str, float]:
-    return {"sent_mb": sent / 1e6, "coding_ms": 1e3 * coding, "pays_below_mbit": pays_below / 1e6}
+        comparisons, conditions = spawn(measure, options.ranks, device, options.repeats, progress=False)[0]
+    text = conclusion(comparisons, hosts=conditions["hosts"])
+    return Report("compress", comparisons, conditions, ROWS, conclusion=text, legend=LEGEND)
 
 
 def conclusion(comparisons: list[Comparison], hosts: int) -> str:
@@ -101,21 +75,26 @@ def conclusion(comparisons: list[Comparison], hosts: int) -> str:
     return f"Compression pays {where}: a step is {text} as quick as without. Whether it trains as well, try."
 
 
-def measure(device: str | None, repeats: int) -> Measured:
+def measure(device: str | None, repeats: int) -> tuple[list[Comparison], dict[str, Any]]:
+    """Runs on every rank; returns a comparison of each way with no compression over the backend, and the conditions.
+
+    Collective.
+    """
     with samestep.world(device=device) as world:
         ways = {codec: _replica(world, codec) for codec in CODECS}
         ways |= {"backend": _replica(world, None, "gloo"), AS_IT_COMES: _replica(world, None)}
-        loops = {name: steps_of(WIDE, model, world) for name, model in ways.items()}
-        times = time_loops(list(loops.values()), world, repeats, steps=1)
-        compressions = {name: ways[name].compression for name in CODECS}
+        loops = [steps_of(WIDE, model, world) for model in ways.values()]
+        times = dict(zip(ways, time_loops(loops, world, repeats, steps=1), strict=True))
+        plain = 2 * (world.size - 1) / world.size * sum(p.nbytes for p in ways["backend"].module.parameters())
+        found = []
+        for name in (*CODECS, AS_IT_COMES):
+            figures = dict.fromkeys(ROWS, 0.0)
+            if (one := ways[name].compression) is not None:
+                sent, coding = one.sent / one.steps, coding_time(one.codec, world)  # bytes and seconds a step
+                figures = dict(zip(ROWS, (sent / 1e6, 1e3 * coding, 8 * (plain - sent) / coding / 1e6), strict=True))
+            found.append(Comparison(name, "step", times[name], times["backend"], figures=figures))
         hosts = len(set(all_gather_json(world.data, world.host_index)))
-        return Measured(
-            times=dict(zip(loops, map(list, times), strict=True)),
-            sent={name: one.sent / one.steps for name, one in compressions.items() if one is not None},
-            coding={name: coding_time(one.codec, world) for name, one in compressions.items() if one is not None},
-            plain=2 * (world.size - 1) / world.size * sum(p.nbytes for p in ways["backend"].module.parameters()),
-            conditions=setting(world, WIDE) | {"steps_per_block": 1, "hosts": hosts},
-        )
+        return found, setting(world, WIDE) | {"steps_per_block": 1, "hosts": hosts}
 
 
 def _replica(world: World, codec: str | None, reduce: Any = None) -> Replica:
