@@ -85,14 +85,17 @@ class Planner:
             return data_parallel.predict(self.profile, self.fabric, layout, self.speed, batch=batch)
         return pipeline_parallel.predict(self.profile, self.fabric, layout, self.speed, memory=self.memory, batch=batch)
 
+    @property
+    def _layers(self) -> int:
+        return min((len(each) for each in self.profile.layers.values()), default=0)
+
     def layouts(self, kind: str, ranks: int) -> Iterator[ParallelLayout]:
         if kind in ("alone", "data"):
             if self.samples(ranks) >= ranks:
                 yield ParallelLayout(ranks)
             return
-        layers = min((len(each) for each in self.profile.layers.values()), default=0)
         for count in (ranks,) if kind == "pipeline" else _divisors(ranks):
-            if count <= min(layers, MOST_STAGES):
+            if count <= min(self._layers, MOST_STAGES):
                 yield from self._orders(ranks // count, count)
 
     def _orders(self, copies: int, count: int) -> Iterator[ParallelLayout]:
@@ -124,10 +127,9 @@ class Planner:
             return f"a batch of {self.samples(ranks)} samples is smaller than {ranks} ranks"
         if self.profile.uncut:
             return self.profile.uncut
-        if kind == "hybrid" and not any(True for _ in _divisors(ranks)):
+        if kind == "hybrid" and not any(_divisors(ranks)):
             return f"{ranks} ranks are no replicas of several stages"
-        layers = min((len(each) for each in self.profile.layers.values()), default=0)
-        return f"{layers} layers, and batches of {self.samples(ranks)} samples, are too few for {ranks} ranks"
+        return f"{self._layers} layers, and batches of {self.samples(ranks)} samples, are too few for {ranks} ranks"
 
 
 def _divisors(ranks: int) -> Iterator[int]:

@@ -11,7 +11,6 @@ DistributedDataParallel. What it prints is kept out of sight, and is told where 
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -80,55 +79,40 @@ def profile_script(
         >>> profile.batch, profile.parameter_bytes, len(profile.gradients), profile.uncut
         (8, 40, 2, 'it is a single layer')
     """
-    _check(script, steps, is_module=is_module)
-    program = runs.Script(program=str(script), arguments=tuple(args), is_module=is_module)
-    folder = Path(tempfile.mkdtemp(prefix="samestep-plan-"))
-    try:
-        with ProgressLine() as telling:
-            ended = _run(program, steps, folder / "run", progress or telling.say, threads, fork_server)
-        return _result(program, ended)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _check(script: str | Path, steps: int, *, is_module: bool) -> None:
     if steps < FEWEST:
         raise UsageError(f"steps={steps}: the median of {FEWEST} or more is taken")
     if is_module and find_module(str(script)) is None:
         raise UsageError(f"there is no module {script}: check the name, and that it is installed")
     if not is_module and not Path(script).exists():
         raise UsageError(f"there is no script {script}: check the path")
-
-
-def _run(
-    program: runs.Script,
-    steps: int,
-    folder: Path,
-    say: Say,
-    threads: int | None,
-    fork_server: PreforkServer | None,
-) -> runs.Ended:
-    said: list[str] = []
-
-    def look(where: Path, _: float) -> None:
-        latest = [event["text"] for event in journal.read(where / "journals", 0) if event["kind"] == "at"][-1:]
-        if latest != said:
-            said[:] = latest
-            say(said[0])
-
+    program = runs.Script(program=str(script), arguments=tuple(args), is_module=is_module)
     order = {"script": " ".join(program.words()), "steps": steps}
-    say(f"starting {program.program}")
-    return runs.run(
-        program,
-        1,
-        folder,
-        OBSERVER,
-        order,
-        threads=threads or threads_per_rank(1),
-        still_s=runs.HANG_TIMEOUT_S,
-        fork_server=fork_server,
-        progress=look,
-    )
+    said: list[str] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="samestep-plan-", ignore_cleanup_errors=True) as folder,
+        ProgressLine() as telling,
+    ):
+        say = progress or telling.say
+
+        def look(where: Path, _: float) -> None:
+            latest = [event["text"] for event in journal.read(where / "journals", 0) if event["kind"] == "at"][-1:]
+            if latest != said:
+                said[:] = latest
+                say(said[0])
+
+        say(f"starting {program.program}")
+        ended = runs.run(
+            program,
+            1,
+            Path(folder) / "run",
+            OBSERVER,
+            order,
+            threads=threads or threads_per_rank(1),
+            still_s=runs.HANG_TIMEOUT_S,
+            fork_server=fork_server,
+            progress=look,
+        )
+        return _result(program, ended)
 
 
 def _result(program: runs.Script, ended: runs.Ended) -> Profile:
