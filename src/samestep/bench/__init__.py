@@ -47,6 +47,5 @@ def benchmark(name: str) -> Benchmark:
 
 
 def load(name: str) -> Callable[[Options], Report]:
-    """Returns the function that runs a benchmark."""
     run: Callable[[Options], Report] = import_module(benchmark(name).module or f"samestep.bench.{name}").run
     return run

@@ -84,7 +84,6 @@ def _curves(timed: list[Timed], options: Options) -> dict[str, list[tuple[float,
 
 
 def promised(kind: str, nbytes: int) -> float:
-    """Returns the ratio to gloo's time that is promised at most."""
     if kind == "registered" and nbytes >= MIB:
         return 1 / 3.5 if nbytes <= 25 * MIB else 1 / 2.5
     return 1.0

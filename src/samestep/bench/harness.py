@@ -125,8 +125,6 @@ def interval_rank(count: int) -> int:
 
 @dataclass(frozen=True)
 class Report:
-    """What a benchmark found, and under which conditions."""
-
     bench: str
     comparisons: Sequence[Comparison]
     setting: dict[str, Any] = field(default_factory=dict)

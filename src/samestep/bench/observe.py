@@ -218,7 +218,6 @@ def _answer(file: Any, world: World, value: Any) -> None:
 
 
 def _peak() -> int:
-    """Bytes of memory that this process has had at most."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -80,7 +80,6 @@ NCCL_FILES = (Path("/etc/nccl.conf"), Path("~/.nccl.conf"))
 
 
 def check(read: Read = variable, names: Iterable[str] | None = None) -> Iterator[Finding]:
-    """Yields those that are set to something that surprises."""
     lines = [
         *(_matches(risky, read) for risky in RISKY_VARIABLES),
         _detail(read, visible_gpus()),

@@ -74,7 +74,6 @@ def python() -> str:
 
 
 def pip(*words: str) -> str:
-    """Returns the command that installs into this Python's environment."""
     return shlex.join([sys.executable, "-m", "pip", "install", *words])
 
 

@@ -41,8 +41,6 @@ SHARED = "findmnt -t nfs,nfs4,lustre,beegfs,ceph,gpfs,fuse.glusterfs  # cd to a 
 
 @dataclass(frozen=True, kw_only=True)
 class HostList:
-    """Hosts, and how they are reached."""
-
     hosts: tuple[str, ...]
     via: str = "ssh"
     ssh_args: str = ""

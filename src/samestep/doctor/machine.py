@@ -223,7 +223,6 @@ def _sync(path: Path) -> float:
 
 
 def locks(folder: Path) -> Finding:
-    """Judges whether a lock in a folder keeps out a second one."""
     name = str(folder / "lock")
     try:
         with FileLock(name, timeout=5):

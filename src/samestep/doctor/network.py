@@ -53,7 +53,6 @@ def check() -> Iterator[Finding]:
 
 
 def own_name(name: str, found: Sequence[Interface]) -> Finding:
-    """Judges where the host's own name leads."""
     outer = next((interface.address for interface in found if not interface.is_loopback), None)
     entry = f"{outer or '127.0.0.1'} {name}"
     fix = hosts_entry(entry, first=True)
@@ -95,7 +94,6 @@ def localhost() -> Iterator[Finding]:
 
 
 def interfaces(found: Sequence[Interface], net: Path = NET) -> Finding:
-    """Tells which there are, how fast, and how large their packets are."""
     text = ", ".join(f"{interface.name} {interface.address}{_link(net / interface.name)}" for interface in found)
     if all(interface.is_loopback for interface in found):
         effect = "runs over several hosts are not possible"

@@ -271,7 +271,6 @@ def _files() -> dict[str, set[str]]:
 
 
 def overwritten_files(files: Mapping[str, set[str]]) -> Iterator[Finding]:
-    """Yields packages that have written each other's files."""
     names = sorted(files)
     for place, first in enumerate(names):
         for second in names[place + 1 :]:

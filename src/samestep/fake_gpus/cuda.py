@@ -200,7 +200,6 @@ def _compile(model: Any = None, **_options: Any) -> Any:
 
 
 def patch_cuda(patches: Patches) -> None:
-    """Gives torch.cuda and its kin what they ask C++ for."""
     cuda: Any = torch.cuda
     for name, value in C_FUNCTIONS.items():
         patches.set(torch._C, name, value)  # noqa: SLF001

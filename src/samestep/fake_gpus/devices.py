@@ -76,7 +76,6 @@ def is_forked() -> bool:
 
 
 def forget(total: int) -> None:
-    """Begins anew, with so many GPUs on the host."""
     DEVICES.total, DEVICES.seen, DEVICES.process, DEVICES.touched = total, None, None, None
 
 
@@ -90,7 +89,6 @@ def check_index(index: int | None) -> int:
 
 
 def no_such_device(index: int) -> Exception:
-    """Returns what CUDA raises for a number that no GPU has."""
     kind: type[Exception] = getattr(torch, "AcceleratorError", RuntimeError)
     there = f"cuda:0 to cuda:{count() - 1}" if count() else "none"
     return kind(f"CUDA error: invalid device ordinal\ncuda:{index} was asked for; fake GPUs of this process: {there}")

@@ -228,7 +228,6 @@ class Kernels:
         return library
 
     def fallback(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """Computes an operator that has no kernel of its own for fake GPUs."""
         kernel = self._by_op.get(op)
         if kernel is None:
             if op in self._views or _shows_storage(op):

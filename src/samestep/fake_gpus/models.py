@@ -105,7 +105,6 @@ COPIES = {  # what DataParallel copies with
 
 
 def patch_models(patches: Patches) -> None:
-    """Replaces what looks for kernels of CUDA."""
     functions: Any = torch._VF  # noqa: SLF001
     for name in RECURRENT:
         patches.set(functions, name, _recurrent(getattr(functions, name)))

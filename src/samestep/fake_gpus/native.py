@@ -155,7 +155,6 @@ class Native:
         self._undo: list[Callable[[], None]] = []
 
     def install(self, gpus: int) -> None:
-        """Puts both in place, for so many GPUs."""
         if platform.machine() != "x86_64":
             raise RuntimeError(f"fake GPUs are made on x86-64 only, and this is {platform.machine()}")
         try:

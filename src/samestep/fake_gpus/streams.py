@@ -113,7 +113,6 @@ class Event(torch.Event):
         self.time = perf_counter()
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Returns the milliseconds of the host between two events."""
         if not (self.enable_timing and end_event.enable_timing):
             raise ValueError(
                 "Both events must be created with argument 'enable_timing=True' before calculating elapsed time."

@@ -170,7 +170,6 @@ def _worker_ended(key: str, worker: int, before: dict[str, bytes]) -> None:
 
 
 def generator_states() -> dict[str, bytes]:
-    """Returns the states from which the default generators will draw."""
     import numpy as np
     import torch
 

@@ -165,7 +165,6 @@ class _Wire:
             self._group.send([tensor], self._ranks[target], self._tag(source, target) + part).wait()
 
     def take(self, source: int, target: int, mine: Any, here: Any) -> Any:
-        """Returns what another stage has found."""
         import torch
 
         if source in mine:

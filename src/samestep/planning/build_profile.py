@@ -42,7 +42,6 @@ class Observations:
 
     @property
     def listened(self) -> Sequence[StepTrace]:
-        """The last steps in which gradients were listened to."""
         return [step for step in self.steps if step.ready][-LISTENED:]
 
 

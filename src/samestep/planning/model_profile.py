@@ -281,8 +281,6 @@ def batch_size_of(value: Any) -> int:
 
 @dataclass(frozen=True)
 class CapturedCall:
-    """One call of a model."""
-
     args: tuple[Any, ...]  # by position; tensors are copies without gradients
     kwargs: dict[str, Any]  # by name, likewise
     samples: int  # that it was called with

@@ -30,8 +30,6 @@ SCHEDULES = ("1f1b", "zero-bubble")
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """The best steps of a number of ranks."""
-
     ranks: int
     steps: dict[str, PredictedStep | str]  # by kind, the fastest, or why there is none
 
@@ -44,8 +42,6 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class Planner:
-    """Predicts a training on a cluster."""
-
     profile: Profile
     fabric: ClusterFabric
     speed: float = 1.0  # of a device, relative to the profiled one
@@ -65,7 +61,6 @@ class Planner:
         return self.profile.batch * self.batch_factor * (ranks if self.scale_batch else 1)
 
     def predict(self, ranks: int) -> ScalingPoint:
-        """Returns the best steps of so many ranks."""
         if not 1 <= ranks <= self.fabric.ranks:
             raise UsageError(f"{ranks} ranks are asked for, and the cluster has {self.fabric.ranks}: give 1 to that")
         if ranks not in self._known:

@@ -58,8 +58,6 @@ _DIGITS = 18  # of a number of samples
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What one process's training is."""
-
     script: str
     machine: str  # on which, in words
     torch: str

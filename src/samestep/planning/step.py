@@ -25,8 +25,6 @@ MESSAGE_ERROR = 0.15  # of predicted messages, as measured over limited links: d
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How ranks are used."""
-
     replicas: int  # that sum their gradients
     stages: int = 1  # of each replica, a rank each
     micro_batches: int = 1  # that a replica's batch is cut into; 1 without stages
