@@ -7,8 +7,7 @@ from small import small
 
 from samestep.bench import allreduce
 from samestep.bench.allreduce import KIB, MIB, Timed
-from samestep.bench.harness import Options
-from samestep.bench.plot import check_plot, draw
+from samestep.bench.harness import Options, check_plot, draw
 from samestep.errors import UsageError
 
 SMALL = (4, 64 * KIB)

@@ -12,20 +12,20 @@ from samestep.errors import UsageError
 from samestep.replicas import bucket_tuner
 
 
-def compared(case):
+def compared(*args):
     """With fewer steps until a decision."""
     before = bucket_tuner.BLOCK, bucket_tuner.PROFILED
     bucket_tuner.BLOCK = bucket_tuner.PROFILED = 1
     try:
-        return buckets.compare(case)
+        return buckets.compare(*args)
     finally:
         bucket_tuner.BLOCK, bucket_tuner.PROFILED = before
 
 
 @pytest.mark.parametrize("reduce", buckets.WAYS)
 def test_every_rank_returns_a_time_of_both_for_each_pair_and_the_same_choice(two_ranks, reduce):
-    case = buckets.Case(MLP, reduce, "cpu", 2, auto_first=reduce is None)
-    (times, chosen, setting), (_, other, _) = two_ranks(small, compared, (case,))
+    given = MLP, reduce, "cpu", 2, reduce is None
+    (times, chosen, setting), (_, other, _) = two_ranks(small, compared, given)
     assert [len(side) for side in times] == [2, 2]
     assert min(map(min, times)) > 0
     assert chosen == other

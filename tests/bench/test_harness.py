@@ -116,7 +116,7 @@ def test_options_that_measure_nothing_are_refused(options):
 
 
 def test_every_benchmark_in_the_table_exists():
-    assert all(callable(load(benchmark(name))) for name in BENCHMARKS)
+    assert all(callable(load(name)) for name in BENCHMARKS)
 
 
 def test_an_unknown_benchmark_is_refused_with_the_list():

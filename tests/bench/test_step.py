@@ -9,7 +9,7 @@ import torch
 from small import small
 
 import samestep
-from samestep.bench import peers, step
+from samestep.bench import step
 from samestep.bench.workloads import CNN, MLP, TRANSFORMER, WIDE
 
 
@@ -36,18 +36,18 @@ def test_both_sides_train_as_far_in_as_many_steps(two_ranks):
 
 @pytest.mark.parametrize("as_it_comes", [True, False])
 def test_every_rank_returns_a_time_of_each_loop_for_each_pair_and_the_setting(two_ranks, as_it_comes):
-    for times, setting in two_ranks(small, step.compare, (step.Case(MLP, as_it_comes, "cpu", 3, ours_first=True),)):
+    for times, setting in two_ranks(small, step.compare, (MLP, as_it_comes, "cpu", 3, True)):
         assert [len(side) for side in times] == [3] * (3 if as_it_comes else 2)
         assert min(map(min, times)) > 0
         assert (setting["ranks"], setting["backend"], setting["batch_size"]) == (2, "gloo", 2 * MLP.batch)
         assert setting["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize("peer", sorted(peers.PEERS))
+@pytest.mark.parametrize("peer", sorted(step.PEERS))
 def test_other_libraries_train_as_far_where_they_are_installed(two_ranks, peer):
-    if peer not in peers.installed():
+    if peer not in step.installed_peers():
         pytest.skip(f"{peer} is not installed")
-    for times, _ in two_ranks(small, step.compare, (step.Case(MLP, True, "cpu", 2, ours_first=True, peer=peer),)):
+    for times, _ in two_ranks(small, step.compare, (MLP, True, "cpu", 2, True, peer)):
         assert [len(side) for side in times] == [2, 2]
 
 

@@ -25,7 +25,7 @@ def asked(monkeypatch):
         seen.append(options)
         return Report("step", [Comparison("a / b", "step", (0.001, 0.003), (0.001, 0.002), 1.02)], {"ranks": 2})
 
-    monkeypatch.setattr(bench, "load", lambda chosen: run)
+    monkeypatch.setattr(bench, "load", lambda name: run)
     return seen
 
 
@@ -87,11 +87,11 @@ def test_help_lists_the_benchmarks_without_importing_torch():
 
 
 def test_the_real_thing_runs_on_two_processes(tmp_path, capsys, two_ranks, monkeypatch):
-    monkeypatch.setattr(step, "spawn", lambda function, n, case, progress: two_ranks(function, case))
+    monkeypatch.setattr(step, "spawn", lambda function, n, *args, progress: two_ranks(function, *args))
     small = replace(step.MLP, batch=4, samples=256)
     monkeypatch.setattr(step, "MLP", small)
     monkeypatch.setattr(step, "FASTER", ((small, step.FASTER[1][1]),))
-    monkeypatch.setattr(step, "installed", list)  # no other library
+    monkeypatch.setattr(step, "installed_peers", list)  # no other library
     monkeypatch.setattr(step, "SETS", 1)  # of processes
     assert bench.main(["step", "--repeats", "2", "--json", str(tmp_path / "step.json")]) == 0
     told = json.loads((tmp_path / "step.json").read_text())

@@ -50,7 +50,7 @@ def asked(tmp_path, monkeypatch, capsys):
 def quick(monkeypatch):
     """Leaves out what takes long and is seen elsewhere: pip, the disk, and processes of mpiexec."""
     monkeypatch.setattr("samestep.doctor.software.check", lambda: ())
-    monkeypatch.setattr("samestep.doctor.disk.check", lambda _: ())
+    monkeypatch.setattr("samestep.doctor.machine.check_disk", lambda _: ())
     monkeypatch.setattr("samestep.doctor.trial._mpi", lambda _: [])
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.doctor import disk, environment, fixes, gpus, hosts, machine, network, software, trial
-from samestep.doctor.link_findings import judge
+from samestep.doctor import environment, finding, gpus, hosts, machine, network, software, trial
+from samestep.doctor.hosts import judge
 from samestep.launch.cpus import Cores
 from samestep.launch.hosts.network import Interface
 
@@ -75,7 +75,7 @@ def lines(folder):
     yield from (machine.open_files(64, hard) for hard in (64, 1 << 20))
     yield from machine.largest_file(1, 1)
     yield from trial.judge({"gloo": 2, "mpi": 2}, [], {})
-    yield from disk.check(Path("/proc"))
+    yield from machine.check_disk(Path("/proc"))
     yield from (network.own_name(name, [Interface("eth0", "10.0.0.5")]) for name in ("no-such.invalid", "localhost"))
     yield hosts._failed(NAMED, "no")
 
@@ -101,7 +101,7 @@ def test_a_shell_can_read_what_fixes(user, tmp_path, monkeypatch):
 
 def test_what_only_root_may_do_is_asked_of_root_alone(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert fixes.as_root("ip link set lo up") == "sudo ip link set lo up"
-    assert "| sudo tee -a /etc/hosts" in fixes.hosts_entry("10.0.0.5 a", first=False)
+    assert finding.as_root("ip link set lo up") == "sudo ip link set lo up"
+    assert "| sudo tee -a /etc/hosts" in finding.hosts_entry("10.0.0.5 a", first=False)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert "sudo" not in fixes.hosts_entry("10.0.0.5 a", first=True)
+    assert "sudo" not in finding.hosts_entry("10.0.0.5 a", first=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.doctor import disk, machine
+from samestep.doctor import machine
 from samestep.launch.cpus import Cores
 
 
@@ -129,7 +129,7 @@ def test_memory_is_that_of_the_control_group(tmp_path):
 
 
 def test_a_disk_is_measured_and_left_as_it_was(tmp_path):
-    found = levels(disk.check(tmp_path))
+    found = levels(machine.check_disk(tmp_path))
     assert [check for check, _ in found] == ["disk", "disk speed", "file locks"]
     assert ("file locks", "ok") in found
     assert list(tmp_path.iterdir()) == []
@@ -138,10 +138,10 @@ def test_a_disk_is_measured_and_left_as_it_was(tmp_path):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write into any folder, so none is refused; /proc is, below")
 def test_a_folder_that_may_not_be_written_is_an_error(tmp_path):
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    assert levels(disk.check(tmp_path)) == [("disk", "error")]
+    assert levels(machine.check_disk(tmp_path)) == [("disk", "error")]
 
 
 def test_a_folder_that_cannot_be_written_is_an_error():
-    ((line),) = disk.check(Path("/proc"))
+    ((line),) = machine.check_disk(Path("/proc"))
     assert (line.check, line.level) == ("disk", "error")
     assert "--run-dir" in line.fix

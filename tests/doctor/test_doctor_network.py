@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from samestep.doctor import network, pairwise
-from samestep.doctor.link_findings import judge
+from samestep.doctor.hosts import judge
 from samestep.launch.hosts.network import Interface
 
 ETHERNET = Interface("eth0", "10.0.0.5")

@@ -455,7 +455,7 @@ def _data_parallel() -> None:
 
 @idiom("`nn.SyncBatchNorm`")
 def _sync() -> None:
-    from samestep.fake_gpus.normalisation import SYNCHRONISED
+    from samestep.fake_gpus.models import SYNCHRONISED
 
     x = torch.randn(6, 3, 2, dtype=torch.float64, requires_grad=True)
     weight, bias, dy = torch.rand(3, dtype=torch.float64), torch.rand(3, dtype=torch.float64), torch.randn_like(x)

@@ -10,7 +10,7 @@ from trainings import flat, training
 from samestep.errors import UsageError
 from samestep.network.cluster import parse
 from samestep.network.links import Link
-from samestep.planning import plan_text, suggestions
+from samestep.planning import plan
 from samestep.planning.plan import make_plan
 from samestep.planning.planner import Planner
 from samestep.planning.step import ParallelLayout, PredictedStep
@@ -38,7 +38,7 @@ def test_a_slow_network_makes_data_parallel_the_wrong_answer_and_says_so() -> No
     data = points[-1].steps["data"]
     assert isinstance(data, PredictedStep)
     assert data.rate < planner.single_process.rate
-    said = " ".join(plan_text.verdict(planner, points))
+    said = " ".join(plan.verdict(planner, points))
     assert "Data parallel training is the wrong answer here" in said
     assert "bandwidth of the all-reduce" in said
 
@@ -48,7 +48,7 @@ def test_ranks_that_make_it_slower_are_named() -> None:
     points = planner.curve()
     peak = max((one.best for one in points if one.best), key=lambda one: one.rate)
     assert 1 < peak.layout.ranks < 64
-    assert f"More than {peak.layout.ranks} ranks make it slower" in " ".join(plan_text.verdict(planner, points))
+    assert f"More than {peak.layout.ranks} ranks make it slower" in " ".join(plan.verdict(planner, points))
 
 
 def test_fewer_ranks_that_are_as_quick_are_what_is_told_in_detail() -> None:
@@ -69,7 +69,7 @@ def test_fewer_ranks_that_are_as_quick_are_what_is_told_in_detail() -> None:
 
 def test_a_quick_network_is_not_spoken_against() -> None:
     planner = Planner(training(data_s=0.0), flat(Link(1e-6, 1e11), 4))
-    said = plan_text.verdict(planner, planner.curve())
+    said = plan.verdict(planner, planner.curve())
     assert len(said) == 1
     assert said[0].startswith("Fastest: ")
 
@@ -80,7 +80,7 @@ def test_a_model_that_fits_nowhere_is_short_of_so_many_bytes() -> None:
     assert point.best is None
     assert isinstance(point.steps["data"], str)
     assert point.steps["data"] == "a device needs 24 MB, and has 10 MB: 14 MB too little"
-    assert "its forward cannot be followed" in plan_text.verdict(planner, [point])[0]
+    assert "its forward cannot be followed" in plan.verdict(planner, [point])[0]
 
 
 def test_a_model_too_large_for_a_device_is_cut() -> None:
@@ -109,12 +109,12 @@ def test_a_batch_that_grows_keeps_every_rank_as_busy() -> None:
     assert best is not None
     assert best.samples == 64 * 64
     assert best.parts.smaller == pytest.approx(0, abs=1e-12)
-    assert plan_text.efficiency(planner, best) > 0.95
+    assert plan.efficiency(planner, best) > 0.95
 
 
 def test_the_gain_of_a_change_is_that_of_the_plan_with_it() -> None:
     planner = Planner(training(cut=False, data_s=1.0), SLOW)
-    found = suggestions.of_setup(planner, 8)
+    found = plan.of_setup(planner, 8)
     best = found[0]
     assert best.what == "load samples beside the step (workers=)"
     now, then = planner.predict(8).best, Planner(training(cut=False, data_s=0.0), SLOW).predict(8).best
@@ -125,7 +125,7 @@ def test_the_gain_of_a_change_is_that_of_the_plan_with_it() -> None:
 
 
 def test_changes_that_give_nothing_are_not_told() -> None:
-    told_of = [one.what for one in suggestions.of_setup(Planner(training(cut=False, data_s=0.0), QUICK), 2)]
+    told_of = [one.what for one in plan.of_setup(Planner(training(cut=False, data_s=0.0), QUICK), 2)]
     assert "a network of half the latency" not in told_of
     assert "a network of twice the bandwidth" not in told_of
 
@@ -134,7 +134,7 @@ def test_compression_pays_on_a_slow_network_and_not_where_coding_takes_longer() 
     planner = Planner(training(nbytes=8_000_000, cut=False), SLOW)
     now = planner.predict(8).best
     assert now is not None
-    cheap, dear = (suggestions.compressed(planner, rate).predict(8).best for rate in (1e10, 1e8))
+    cheap, dear = (plan.compressed(planner, rate).predict(8).best for rate in (1e10, 1e8))
     assert cheap is not None
     assert dear is not None
     assert cheap.rate > 2 * now.rate
@@ -144,10 +144,10 @@ def test_compression_pays_on_a_slow_network_and_not_where_coding_takes_longer() 
 def test_the_table_has_a_line_for_each_point_and_the_details_add_up() -> None:
     planner = Planner(training(), SLOW)
     points = planner.curve(4)
-    lines = plan_text.table(planner, points)
+    lines = plan.table(planner, points)
     assert [line.split()[0] for line in lines] == ["ranks", "1", "2", "4"]
     step = planner.step(ParallelLayout(4))
-    shown = [line.split("%")[0].split()[-1] for line in plan_text.detail(step, planner)[1:] if "%  " in line]
+    shown = [line.split("%")[0].split()[-1] for line in plan.detail(step, planner)[1:] if "%  " in line]
     assert sum(map(int, shown)) == pytest.approx(100, abs=len(shown))
 
 
@@ -155,6 +155,6 @@ def test_small_buckets_and_small_shares_are_told_in_their_own_units() -> None:
     planner = Planner(training(), SLOW)
     step = planner.step(ParallelLayout(4))
     parts = replace(step.parts, imbalance=-0.003 * step.seconds)
-    lines = plan_text.detail(replace(step, parts=parts, buckets=(24_000, 2_500_000)), planner)
+    lines = plan.detail(replace(step, parts=parts, buckets=(24_000, 2_500_000)), planner)
     assert [line for line in lines if "buckets of 24 kB, 2.5 MB" in line]
     assert "-0 %" not in "\n".join(lines)

@@ -14,65 +14,38 @@ from typing import NamedTuple
 from samestep.bench.harness import Options, Report
 from samestep.errors import UsageError
 
-__all__: list[str] = []
-
 
 class Benchmark(NamedTuple):
-    """A module with `run(options: Options) -> Report`.
-
-    Attributes:
-        module: its name.
-        summary: what the help says of it.
-        repeats: how many pairs it takes.
-        joins: whether it measures among ranks that have been started; the others start their own.
-    """
-
-    module: str
-    summary: str
-    repeats: int
-    joins: bool = False
+    summary: str  # what the help says of it
+    repeats: int  # how many pairs it takes
+    joins: bool = False  # whether it measures among ranks that have been started; the others start their own
+    module: str = ""  # with `run(options: Options) -> Report`; where empty, the one of its name here
 
 
 BENCHMARKS = {
-    "allreduce": Benchmark(
-        "samestep.bench.allreduce", "an all-reduce in shared memory against gloo, 4 B to 256 MiB", 20
-    ),
-    "buckets": Benchmark(
-        "samestep.bench.buckets", "a step with buckets chosen by measurement, beside the default", 120
-    ),
-    "checkpoint": Benchmark("samestep.bench.checkpoint", "what a save costs the training, beside torch.save", 8),
-    "compress": Benchmark(
-        "samestep.bench.compress", "a step with compressed gradients: does it pay here", 10, joins=True
-    ),
-    "guard": Benchmark("samestep.bench.guard", "a training step with the guard of the replicas, and without", 60),
-    "launch": Benchmark("samestep.bench.launch", "the time to the first all-reduce against torchrun", 10),
+    "allreduce": Benchmark("an all-reduce in shared memory against gloo, 4 B to 256 MiB", 20),
+    "buckets": Benchmark("a step with buckets chosen by measurement, beside the default", 120),
+    "checkpoint": Benchmark("what a save costs the training, beside torch.save", 8),
+    "compress": Benchmark("a step with compressed gradients: does it pay here", 10, joins=True),
+    "guard": Benchmark("a training step with the guard of the replicas, and without", 60),
+    "launch": Benchmark("the time to the first all-reduce against torchrun", 10),
     "links": Benchmark(
-        "samestep.planning.measure_cluster", "latency and bandwidth between the ranks, as a cluster file", 5, joins=True
+        "latency and bandwidth between the ranks, as a cluster file", 5, True, "samestep.planning.measure_cluster"
     ),
-    "mpi": Benchmark("samestep.bench.mpi", "all-reduces and a step over MPI, beside gloo and shared memory", 20),
-    "observe": Benchmark("samestep.bench.observe", "a training step under verify's recorder, and under --check", 60),
-    "pipeline": Benchmark(
-        "samestep.bench.pipeline", "a pipeline's step beside its prediction, and beside torch's own schedule", 20
-    ),
-    "step": Benchmark(
-        "samestep.bench.step", "a training step against a hand-written DistributedDataParallel loop", 150
-    ),
-    "virtual": Benchmark("samestep.bench.virtual", "a training step on virtual ranks against one without them", 100),
+    "mpi": Benchmark("all-reduces and a step over MPI, beside gloo and shared memory", 20),
+    "observe": Benchmark("a training step under verify's recorder, and under --check", 60),
+    "pipeline": Benchmark("a pipeline's step beside its prediction, and beside torch's own schedule", 20),
+    "step": Benchmark("a training step against a hand-written DistributedDataParallel loop", 150),
+    "virtual": Benchmark("a training step on virtual ranks against one without them", 100),
 }
 
 
 def benchmark(name: str) -> Benchmark:
-    """Returns the benchmark called `name`.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
     if name not in BENCHMARKS:
         raise UsageError(f"there is no benchmark {name!r}: choose one of {', '.join(BENCHMARKS)}")
     return BENCHMARKS[name]
 
 
-def load(chosen: Benchmark) -> Callable[[Options], Report]:
-    """Returns the function that runs a benchmark."""
-    run: Callable[[Options], Report] = import_module(chosen.module).run
+def load(name: str) -> Callable[[Options], Report]:
+    run: Callable[[Options], Report] = import_module(benchmark(name).module or f"samestep.bench.{name}").run
     return run

@@ -32,8 +32,6 @@ from samestep.launch.functions.spawn import spawn
 from samestep.runtime.hosts import open_counters
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4, KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 25 * MIB, 100 * MIB, 256 * MIB)
 WARM = 128 * MIB  # tensors of one size together, so that each is cold when its turn comes
@@ -47,8 +45,6 @@ KINDS = ("registered", "copied")
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of one call, of pairs of blocks."""
-
     kind: str
     nbytes: int
     ours: list[float]
@@ -56,7 +52,6 @@ class Timed:
 
 
 def run(options: Options) -> Report:
-    """Starts the ranks, times every size and returns the report."""
     if options.ranks < 2:
         raise UsageError("an all-reduce needs 2 ranks or more: samestep bench allreduce -n 2")
     timed, bytes_per_s, conditions = spawn(compare, options.ranks, options.repeats, SIZES, progress=False)[0]
@@ -79,7 +74,6 @@ def _comparison(timed: Timed, ranks: int, bytes_per_s: float) -> Comparison:
 
 
 def _curves(timed: list[Timed], options: Options) -> dict[str, list[tuple[float, float]]]:
-    """Bus bandwidth against size, of each way."""
     factor = 2 * (options.ranks - 1) / options.ranks / 1e9
     curves: dict[str, list[tuple[float, float]]] = {name: [] for name in (*KINDS, "gloo")}
     for one in timed:
@@ -90,14 +84,12 @@ def _curves(timed: list[Timed], options: Options) -> dict[str, list[tuple[float,
 
 
 def promised(kind: str, nbytes: int) -> float:
-    """Returns the ratio to gloo's time that is promised at most."""
     if kind == "registered" and nbytes >= MIB:
         return 1 / 3.5 if nbytes <= 25 * MIB else 1 / 2.5
     return 1.0
 
 
 def size_text(nbytes: int) -> str:
-    """Returns "25 MiB", "4 B" and their like."""
     for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
         if nbytes >= unit:
             return f"{nbytes // unit} {name}"

@@ -8,7 +8,6 @@ more than the noise of measuring.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -20,35 +19,13 @@ from samestep.errors import UsageError
 from samestep.launch.functions.spawn import spawn
 from samestep.replicas.reduction import Reduce
 
-__all__: list[str] = []
-
 PROMISE = 1.02  # of the default's time at most
 WAYS: tuple[Reduce | None, ...] = ("gloo", None)
 SETS = 2  # of processes, each of which takes some seventy steps to decide
 UNDECIDED = 100  # steps after which something is wrong
 
 
-@dataclass(frozen=True)
-class Case:
-    """What is timed in one set of processes.
-
-    Attributes:
-        task: the network and its data.
-        reduce: how gradients are added.
-        device: where; None for the ranks' GPUs.
-        repeats: pairs of blocks.
-        auto_first: whose memory is taken first.
-    """
-
-    task: Workload
-    reduce: Reduce | None
-    device: str | None
-    repeats: int
-    auto_first: bool
-
-
 def run(options: Options) -> Report:
-    """Starts the ranks, times both and returns the report."""
     if options.ranks < 2:
         raise UsageError("buckets need 2 ranks or more: samestep bench buckets -n 2")
     device = training_device(options.ranks)
@@ -70,8 +47,8 @@ def _timed(
     plans: list[tuple[bool, int, float]] = []
     conditions: dict[str, Any] = {}
     for number, pairs in enumerate(in_sets(options.repeats, SETS)):
-        case = Case(task, reduce, device, pairs, number % 2 == 0)
-        (auto, default), plan, conditions = spawn(compare, options.ranks, case, progress=False)[0]
+        given = task, reduce, device, pairs, number % 2 == 0
+        (auto, default), plan, conditions = spawn(compare, options.ranks, *given, progress=False)[0]
         ours, theirs, plans = [*ours, *auto], [*theirs, *default], [*plans, plan]
     taken, buckets, hidden = zip(*plans, strict=True)
     figures = {"taken": sum(taken) / len(plans), "buckets": median(buckets), "hidden_percent": 100 * median(hidden)}
@@ -79,20 +56,22 @@ def _timed(
     return Comparison(name, "step", tuple(ours), tuple(theirs), PROMISE, figures), conditions
 
 
-def compare(case: Case) -> tuple[list[tuple[float, ...]], tuple[bool, int, float], dict[str, Any]]:
+def compare(
+    task: Workload, reduce: Reduce | None, device: str | None, repeats: int, auto_first: bool
+) -> tuple[list[tuple[float, ...]], tuple[bool, int, float], dict[str, Any]]:
     """Runs on every rank; returns seconds per step of both, what was chosen, and the conditions. Collective."""
-    with samestep.world(device=case.device) as world:
+    with samestep.world(device=device) as world:
         models = {}
-        for buckets in ("auto", None) if case.auto_first else (None, "auto"):
-            network = case.task.network().to(world.device)
-            models[buckets] = samestep.replicate(network, world, buckets=buckets, reduce=case.reduce)
-        auto, default = (steps_of(case.task, models[buckets], world) for buckets in ("auto", None))
+        for buckets in ("auto", None) if auto_first else (None, "auto"):
+            network = task.network().to(world.device)
+            models[buckets] = samestep.replicate(network, world, buckets=buckets, reduce=reduce)
+        auto, default = (steps_of(task, models[buckets], world) for buckets in ("auto", None))
         steps = 0
         while (plan := models["auto"].buckets) is None:
             next(auto)
             steps += 1
             if steps == UNDECIDED:
                 raise RuntimeError(f"no buckets were chosen in {UNDECIDED} steps")
-        times = time_loops((auto, default), world, case.repeats)
+        times = time_loops((auto, default), world, repeats)
         chosen = (plan.takes_proposed, len(plan.chosen.buckets), plan.chosen.achieved_hidden or 0.0)
-        return times, chosen, setting(world, case.task)
+        return times, chosen, setting(world, task)

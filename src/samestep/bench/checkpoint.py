@@ -27,15 +27,12 @@ from samestep.bench.workloads import MLP
 from samestep.launch.functions.spawn import spawn
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 PROMISE = 1.02  # at most 2 % of a minute with one save in it
 MINUTE = 60.0
 STEPS = 60  # in a window: longer than a write takes
 
 
 def run(options: Options) -> Report:
-    """Starts the ranks, times windows on them and returns the report."""
     with TemporaryDirectory(dir=".", prefix=".bench-") as folder:  # where checkpoints would go, not in memory
         found = spawn(compare, options.ranks, options.repeats, str(Path(folder).resolve()), progress=False)[0]
     minutes = tuple(
@@ -89,7 +86,6 @@ class Training:
 
     @property
     def bytes(self) -> int:
-        """How much is saved."""
         return 3 * sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
 
     def _train(self) -> Iterator[None]:
@@ -103,12 +99,10 @@ class Training:
                     yield
 
     def pair(self, *, save_first: bool) -> tuple[float, float]:
-        """Returns the seconds of a window with a save, and of one without."""
         first, second = self.window(save=save_first), self.window(save=not save_first)
         return (first, second) if save_first else (second, first)
 
     def window(self, *, save: bool) -> float:
-        """Returns the seconds that a window takes."""
         self.world.barrier()
         began = time.perf_counter()
         for number in range(self.steps):

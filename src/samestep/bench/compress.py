@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -37,34 +36,14 @@ from samestep.replicas.replicate import Replica
 from samestep.runtime.exchange import all_gather_json
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 CODECS = ("fp16", "bf16", "int8", "sign", "topk", "powersgd")
 AS_IT_COMES = "as it comes"
+ROWS = ("sent_mb", "coding_ms", "pays_below_mbit")
 LEGEND = (
     "ours: with this codec, or as samestep reduces without one; theirs: without, over the backend; speedup: theirs "
     "over ours; coding: to encode and decode, by itself; pays below: on links of fewer Mbit/s, by bytes and coding "
     "alone."
 )
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What one rank found out.
-
-    Attributes:
-        times: seconds of steps, by way; "backend" is without compression.
-        sent: bytes that a rank sends a step, by codec.
-        coding: seconds that encoding and decoding take, by codec.
-        plain: bytes that a rank sends a step without compression.
-        conditions: that a report names.
-    """
-
-    times: dict[str, list[float]]
-    sent: dict[str, float]
-    coding: dict[str, float]
-    plain: float
-    conditions: dict[str, Any]
 
 
 def run(options: Options) -> Report:
@@ -73,38 +52,16 @@ def run(options: Options) -> Report:
     if max(options.ranks, 0 if started is None else started.size) < 2:
         raise UsageError("compression needs 2 ranks or more: samestep bench compress -n 2")
     if started is not None and started.size > 1:
-        found = measure(None, options.repeats)
+        comparisons, conditions = measure(None, options.repeats)
     else:
         device = training_device(options.ranks)
-        found = spawn(measure, options.ranks, device, options.repeats, progress=False)[0]
-    comparisons = [_compared(codec, found) for codec in CODECS]
-    comparisons.append(Comparison(AS_IT_COMES, "step", *_pair(found, AS_IT_COMES), figures=_figures(0.0, 0.0, 0.0)))
-    rows = ("sent_mb", "coding_ms", "pays_below_mbit")
-    text = conclusion(comparisons, hosts=found.conditions["hosts"])
-    return Report("compress", comparisons, found.conditions, rows, conclusion=text, legend=LEGEND)
-
-
-def _pair(found: Measured, way: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    return tuple(found.times[way]), tuple(found.times["backend"])
-
-
-def _compared(codec: str, found: Measured) -> Comparison:
-    sent, coding = found.sent[codec], found.coding[codec]
-    figures = _figures(sent, coding, 8 * (found.plain - sent) / coding)
-    return Comparison(codec, "step", *_pair(found, codec), figures=figures)
-
-
-def _figures(sent: float, coding: float, pays_below: float) -> dict[str, float]:
-    return {"sent_mb": sent / 1e6, "coding_ms": 1e3 * coding, "pays_below_mbit": pays_below / 1e6}
+        comparisons, conditions = spawn(measure, options.ranks, device, options.repeats, progress=False)[0]
+    text = conclusion(comparisons, hosts=conditions["hosts"])
+    return Report("compress", comparisons, conditions, ROWS, conclusion=text, legend=LEGEND)
 
 
 def conclusion(comparisons: list[Comparison], hosts: int) -> str:
-    """Says whether compression pays here: whether a codec is surely faster than the best way without.
-
-    Args:
-        comparisons: with every codec, and as it comes.
-        hosts: on which the ranks are.
-    """
+    """Says whether compression pays here: whether a codec is surely faster than the best way without."""
     if not all(one.is_enough for one in comparisons):
         return f"Too few steps to tell whether compression pays: --repeats {FEWEST} or more."
     where = "on this network" if hosts > 1 else "among processes of one host"
@@ -118,26 +75,26 @@ def conclusion(comparisons: list[Comparison], hosts: int) -> str:
     return f"Compression pays {where}: a step is {text} as quick as without. Whether it trains as well, try."
 
 
-def measure(device: str | None, repeats: int) -> Measured:
-    """Runs on every rank; returns what it found. Collective."""
+def measure(device: str | None, repeats: int) -> tuple[list[Comparison], dict[str, Any]]:
+    """Runs on every rank; returns a comparison of each way with no compression over the backend, and the conditions.
+
+    Collective.
+    """
     with samestep.world(device=device) as world:
         ways = {codec: _replica(world, codec) for codec in CODECS}
         ways |= {"backend": _replica(world, None, "gloo"), AS_IT_COMES: _replica(world, None)}
-        loops = {name: steps_of(WIDE, model, world) for name, model in ways.items()}
-        times = time_loops(list(loops.values()), world, repeats, steps=1)
-        compressions = {name: ways[name].compression for name in CODECS}
-        return Measured(
-            times=dict(zip(loops, map(list, times), strict=True)),
-            sent={name: one.sent / one.steps for name, one in compressions.items() if one is not None},
-            coding={name: coding_time(one.codec, world) for name, one in compressions.items() if one is not None},
-            plain=2 * (world.size - 1) / world.size * sum(p.nbytes for p in ways["backend"].module.parameters()),
-            conditions=setting(world, WIDE) | {"steps_per_block": 1, "hosts": _hosts(world)},
-        )
-
-
-def _hosts(world: World) -> int:
-    """Returns how many hosts there are. Collective."""
-    return len(set(all_gather_json(world.data, world.host_index)))
+        loops = [steps_of(WIDE, model, world) for model in ways.values()]
+        times = dict(zip(ways, time_loops(loops, world, repeats, steps=1), strict=True))
+        plain = 2 * (world.size - 1) / world.size * sum(p.nbytes for p in ways["backend"].module.parameters())
+        found = []
+        for name in (*CODECS, AS_IT_COMES):
+            figures = dict.fromkeys(ROWS, 0.0)
+            if (one := ways[name].compression) is not None:
+                sent, coding = one.sent / one.steps, coding_time(one.codec, world)  # bytes and seconds a step
+                figures = dict(zip(ROWS, (sent / 1e6, 1e3 * coding, 8 * (plain - sent) / coding / 1e6), strict=True))
+            found.append(Comparison(name, "step", times[name], times["backend"], figures=figures))
+        hosts = len(set(all_gather_json(world.data, world.host_index)))
+        return found, setting(world, WIDE) | {"steps_per_block": 1, "hosts": hosts}
 
 
 def _replica(world: World, codec: str | None, reduce: Any = None) -> Replica:
@@ -162,7 +119,8 @@ def coding_time(codec: Codec, world: World) -> float:
         begin = time.perf_counter()
         for chunk, flat in zip(chunks, flats, strict=True):
             _answered(mean(codec, ReductionContext(chunk, world.rank, world.size, step, 0, memory), flat), world)
-        _synchronise(world)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
         seconds.append(time.perf_counter() - begin)
     return median(seconds[1:])
 
@@ -177,8 +135,3 @@ def _answered(scheme: Iterator[Any], world: World) -> None:
             message = scheme.send(torch.stack([packets] * world.size))  # type: ignore[attr-defined]
         except StopIteration:
             return
-
-
-def _synchronise(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)

@@ -26,8 +26,6 @@ from samestep.launch.functions.spawn import spawn
 from samestep.replicas.drift import DriftGuard, DriftMonitor
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 PROMISE = 1.005  # at most half a percent of a step, at every 16
 EVERY = 16
 CHECKS = 30  # timed by themselves
@@ -35,11 +33,6 @@ NAME = f"a check every {EVERY} steps / none"
 
 
 def run(options: Options) -> Report:
-    """Starts the ranks, times steps with the guard awake and asleep, and returns the report.
-
-    Raises:
-        UsageError: one rank has nobody to compare with.
-    """
     if options.ranks < 2:
         raise UsageError("the guard compares replicas, of which one rank has one: samestep bench guard -n 2")
     device = training_device(options.ranks)
@@ -68,7 +61,6 @@ def compare(
 
 
 def block(steps: Iterator[None], guard: DriftMonitor, *, awake: bool) -> None:
-    """Takes as many steps as lie between two checks."""
     guard.active = awake
     for _ in range(EVERY):
         next(steps)

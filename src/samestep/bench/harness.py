@@ -20,31 +20,25 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 from samestep.errors import UsageError
 from samestep.launch.resources import visible_gpus
 
-__all__: list[str] = []
-
 Block = Callable[[], object]
 Measure = Callable[[], float]
 
 FEWEST = 6  # pairs: of 5, all lie on one side of the median once in 16 times
+DRAWN = ("allreduce",)  # benchmarks that --plot draws
 
 
 @dataclass(frozen=True)
 class Options:
-    """What every benchmark can be told.
-
-    Attributes:
-        ranks: processes on this machine.
-        repeats: pairs of blocks.
-    """
-
-    ranks: int = 2
-    repeats: int = 150
+    ranks: int = 2  # processes on this machine
+    repeats: int = 150  # pairs of blocks
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -55,21 +49,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Times of pairs of blocks, in seconds a unit of work; `ours[i]` and `theirs[i]` were taken side by side.
+    """Times of pairs of blocks, in seconds a unit of work; `ours[i]` and `theirs[i]` were taken side by side."""
 
-    Attributes:
-        name: what was compared with what.
-        unit: the work that one time is for, such as "step".
-        most: the ratio promised at most, or None where nothing is promised.
-        figures: what else was found out, by name.
-    """
-
-    name: str
-    unit: str
+    name: str  # what was compared with what
+    unit: str  # the work that one time is for, such as "step"
     ours: tuple[float, ...]
     theirs: tuple[float, ...]
-    most: float | None = None
-    figures: dict[str, float] = field(default_factory=dict)
+    most: float | None = None  # the ratio promised at most, or None where nothing is promised
+    figures: dict[str, float] = field(default_factory=dict)  # what else was found out, by name
 
     @property
     def ratios(self) -> list[float]:
@@ -78,7 +65,6 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """The median ratio."""
         return median(self.ratios)
 
     @property
@@ -139,27 +125,17 @@ def interval_rank(count: int) -> int:
 
 @dataclass(frozen=True)
 class Report:
-    """What a benchmark found, and under which conditions.
-
-    Attributes:
-        rows: figures to show beside the times, where each comparison is to be one row of a table.
-        conclusion: what follows, where there is more to say than what was promised.
-        legend: what the columns are, for people.
-        curves: by name, (bytes, GB/s) of what the plot shows.
-        file: a text that --write keeps.
-    """
-
     bench: str
     comparisons: Sequence[Comparison]
     setting: dict[str, Any] = field(default_factory=dict)
-    rows: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()  # figures to show beside the times, where each comparison is to be one row of a table
+    # by name, (bytes, GB/s) of what the plot shows
     curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    conclusion: str = ""
-    legend: str = ""
-    file: str = ""
+    conclusion: str = ""  # what follows, where there is more to say than what was promised
+    legend: str = ""  # what the columns are, for people
+    file: str = ""  # a text that --write keeps
 
     def as_json(self) -> dict[str, Any]:
-        """The report as `samestep bench --json` writes it."""
         comparisons = [comparison.as_json() for comparison in self.comparisons]
         return {"bench": self.bench, "setting": self.setting, "comparisons": comparisons} | (
             {"conclusion": self.conclusion} if self.conclusion else {}
@@ -190,14 +166,8 @@ def alternate(
 ) -> tuple[list[float], ...]:
     """Times blocks in turn, two of them in alternating pairs; returns the seconds of each, pair by pair.
 
-    Collective where the blocks or `align` are: every rank must call it.
-
-    Args:
-        *blocks: the same work, done one way and another.
-        pairs: how often all are timed.
-        warmup: how often all run untimed before.
-        align: waits until all ranks (and devices) are here; runs before and after each block, inside the time after.
-        clock: returns seconds.
+    All run `warmup` times untimed before. `align` waits until all ranks (and devices) are here; it runs before and
+    after each block, inside the time after. Collective where the blocks or `align` are: every rank must call it.
     """
     for _ in range(warmup):
         for block in blocks:
@@ -224,3 +194,28 @@ def interleave(*measures: Measure, pairs: int, warmup: int = 0) -> tuple[list[fl
             place = (pair + turn) % len(measures)
             times[place].append(measures[place]())
     return tuple(times)
+
+
+def check_plot(name: str) -> None:
+    """Refuses a plot before anything is measured."""
+    if name not in DRAWN:
+        raise UsageError(f"--plot draws {', '.join(DRAWN)}, not {name}: --json has every time of it")
+    if find_spec("plotly") is None:
+        raise UsageError("--plot needs plotly: pip install 'samestep[report]'")
+
+
+def draw(report: Report, file: Path) -> None:
+    """Writes bandwidth against size, as a page that needs no network."""
+    from plotly import graph_objects
+
+    figure = graph_objects.Figure()
+    for name, points in report.curves.items():
+        figure.add_scatter(name=name, x=[nbytes for nbytes, _ in points], y=[speed for _, speed in points])
+    conditions = ", ".join(f"{name} {value}".replace("_", " ") for name, value in report.setting.items())
+    figure.update_layout(
+        title=f"{report.bench}: {conditions}",
+        xaxis={"title": "bytes of a rank's tensor", "type": "log", "exponentformat": "SI", "dtick": 1},
+        yaxis={"title": "bus bandwidth, GB/s", "type": "log", "dtick": 1, "exponentformat": "none"},
+        template="plotly_white",
+    )
+    figure.write_html(file, include_plotlyjs=True)

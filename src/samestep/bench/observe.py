@@ -38,8 +38,6 @@ from samestep.launch.rank.timeline import Timeline
 from samestep.runtime.digest import digest
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 RECORDER = "samestep.verification.recording.recorder:Recorder"
 TIMELINE = "samestep.launch.rank.timeline:Timeline"
 CHECKER = "samestep.verification.online.checker:Checker"
@@ -58,7 +56,6 @@ _ACCEPT_S = 0.2
 
 
 def run(options: Options) -> Report:
-    """Starts the ranks, times both observers on them and returns the report."""
     device = training_device(options.ranks)
     recorded, facts = _compared(
         "verify's recorder / nobody, a step without kept values", RECORDER, RECORDED, options, device
@@ -221,7 +218,6 @@ def _answer(file: Any, world: World, value: Any) -> None:
 
 
 def _peak() -> int:
-    """Bytes of memory that this process has had at most."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

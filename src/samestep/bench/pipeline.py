@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -39,8 +39,6 @@ from samestep.schedule.algorithms import make_schedule
 from samestep.schedule.simulate import Costs, simulate
 from samestep.topology import cut_evenly
 
-__all__: list[str] = []
-
 MOST = {"waits": 1.05, "blocks": 1.15}  # of what was predicted
 NEAR = 0.95  # of what a split allows at best, on stages of known cost
 SCHEDULES = ("fill-drain", "1f1b", "eager-1f1b", "zero-bubble")
@@ -51,65 +49,37 @@ PASSES = 5  # of which the median is one time, of a step or a layer
 Times = tuple[tuple[float, ...], tuple[float, ...]]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What the ranks bring home: by name, times of both sides, and figures beside them."""
-
-    times: dict[str, Times]
-    figures: dict[str, dict[str, float]]
-    setting: dict[str, Any]
-
-
 def run(options: Options) -> Report:
-    """Starts the ranks, times the steps, and returns the report.
-
-    Raises:
-        UsageError: one rank is no pipeline, and there is not a block for each of many.
-    """
     if options.ranks < 2:
         raise UsageError("a pipeline has two stages at least: samestep bench pipeline -n 2")
     if options.ranks > BLOCKS:
         raise UsageError(f"{BLOCKS} blocks make no {options.ranks} stages: samestep bench pipeline -n {BLOCKS} at most")
     device = training_device(options.ranks)
-    found: Measured = spawn(compare, options.ranks, options.repeats, device, progress=False)[0]
-    comparisons = [
-        Comparison(name, "step", *times, promised(name), found.figures.get(name, {}))
-        for name, times in found.times.items()
-    ]
-    return Report("pipeline", comparisons, found.setting)
+    comparisons, conditions = spawn(compare, options.ranks, options.repeats, device, progress=False)[0]
+    return Report("pipeline", comparisons, conditions)
 
 
-def promised(name: str) -> float | None:
-    """Returns by how much a step may exceed what was predicted, where a comparison is with a prediction.
-
-    >>> promised("waits, 1f1b / predicted"), promised("1f1b / torch's 1F1B")
-    (1.05, None)
-    """
-    return MOST.get(name.partition(",")[0]) if name.endswith("predicted") else None
-
-
-def compare(repeats: int, device: str | None) -> Measured:
-    """Runs on every rank. Collective."""
+def compare(repeats: int, device: str | None) -> tuple[list[Comparison], dict[str, Any]]:
+    """Runs on every rank; returns the comparisons and the conditions. Collective."""
     with samestep.world(device=device, pipeline=int(variable("WORLD_SIZE") or 1)) as world:
         link = measure_link(world)
-        times: dict[str, Times] = {}
-        figures: dict[str, dict[str, float]] = {}
+        found = []
         for schedule in SCHEDULES:
-            name = f"waits, {schedule} / predicted"
-            times[name], figures[name] = waiting(world, schedule, link, repeats)
+            times, figures = waiting(world, schedule, link, repeats)
+            found.append(Comparison(f"waits, {schedule} / predicted", "step", *times, MOST["waits"], figures))
         if world.pipeline.size == 2:
-            name = "waits, as much on both stages / 4 to 3"
-            times[name], figures[name] = rebalanced(world, repeats)
+            times, figures = rebalanced(world, repeats)
+            found.append(Comparison("waits, as much on both stages / 4 to 3", "step", *times, None, figures))
         generator = torch.Generator().manual_seed(1)
         x, y = (torch.randn(SAMPLES, WIDTH, generator=generator).to(world.device) for _ in range(2))
         model = blocks().to(world.device)
         plan = samestep.plan_pipeline(model, (x, y), functional.mse_loss, stages=world.pipeline.size, link=link)
-        name = "blocks, as planned / predicted"
-        times[name] = in_pairs(world, model, plan, (x, y), repeats)
-        figures[name] = {"stages": float(len(plan.ends)), "micro_batches": float(plan.micro_batches)}
-        times["1f1b / torch's 1F1B"] = beside_torch(world, (x, y), repeats)
+        times = in_pairs(world, model, plan, (x, y), repeats)
+        figures = {"stages": float(len(plan.ends)), "micro_batches": float(plan.micro_batches)}
+        found.append(Comparison("blocks, as planned / predicted", "step", *times, MOST["blocks"], figures))
+        found.append(Comparison("1f1b / torch's 1F1B", "step", *beside_torch(world, (x, y), repeats)))
         message = link.latency + 2 * link.overhead
-        return Measured(times, figures, setting(world) | {"message_ms": f"{1e3 * message:.2f}"})
+        return found, setting(world) | {"message_ms": f"{1e3 * message:.2f}"}
 
 
 def waiting(world: World, schedule: str, link: Link, repeats: int) -> tuple[Times, dict[str, float]]:
@@ -221,8 +191,6 @@ def beside_torch(world: World, batch: tuple[Tensor, Tensor], repeats: int) -> Ti
 
 
 def stepper(stage: Any, batch: tuple[Tensor, Tensor]) -> Callable[[], None]:
-    """Returns what takes a step."""
-
     def step() -> None:
         stage.zero_grad()
         stage.step(batch)
@@ -271,7 +239,6 @@ def waits(stages: int, factors: Sequence[float] = ()) -> nn.Sequential:
 
 
 def setting(world: World) -> dict[str, Any]:
-    """Returns the conditions that a report names."""
     return {
         "ranks": world.size,
         "device": str(world.device),

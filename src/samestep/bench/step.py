@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -27,13 +27,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import samestep
 from samestep.bench.harness import Comparison, Options, Report, alternate, in_sets, training_device
-from samestep.bench.peers import installed, steps_of_peer
 from samestep.bench.workloads import CNN, MLP, TRANSFORMER, Workload
 from samestep.launch.functions.spawn import spawn
 from samestep.replicas.reduction import Reduce
 from samestep.runtime.world import World
-
-__all__: list[str] = []
 
 PROMISE = 1.02  # at most 2 % more than the hand-written loop, over gloo
 FASTER = ((CNN, 1 / 1.45), (MLP, 1 / 1.4), (TRANSFORMER, 1 / 1.15))  # of its time at most, as it comes
@@ -42,29 +39,7 @@ SETS = 4  # of processes: where a loop's memory happens to lie is worth 2 % eith
 STEPS = 2  # in a block: few, so that many pairs fit in a minute and what disturbs a machine spoils few of them
 
 
-@dataclass(frozen=True)
-class Case:
-    """What is timed in one set of processes.
-
-    Attributes:
-        task: the network and its data.
-        as_it_comes: on one batch, with gradients in shared memory; else with loaders, over the backend.
-        device: where; None for the ranks' GPUs.
-        repeats: pairs of blocks.
-        ours_first: whose memory is taken first.
-        peer: another library to compare with, instead of a loop by hand.
-    """
-
-    task: Workload
-    as_it_comes: bool
-    device: str | None
-    repeats: int
-    ours_first: bool
-    peer: str | None = None
-
-
 def run(options: Options) -> Report:
-    """Starts the ranks, times the loops on them and returns the report."""
     device = training_device(options.ranks)
     times, conditions = _timed(MLP, False, device, options)
     name = "what samestep adds, both over the backend: samestep / hand-written DistributedDataParallel"
@@ -81,7 +56,7 @@ def run(options: Options) -> Report:
                 lost(ours, theirs, alone),
             )
         )
-    for peer in installed() if options.ranks > 1 else ():
+    for peer in installed_peers() if options.ranks > 1 else ():
         (ours, theirs), _ = _timed(MLP, True, device, options, peer)
         comparisons.append(Comparison(f"{MLP.name}, as it comes: samestep / {peer}", "step", ours, theirs))
     return Report("step", comparisons, conditions)
@@ -112,30 +87,35 @@ def _timed(
     gathered: list[tuple[float, ...]] = [()] * (3 if as_it_comes and peer is None else 2)
     conditions: dict[str, Any] = {}
     for number, pairs in enumerate(in_sets(options.repeats, SETS)):
-        case = Case(task, as_it_comes, device, pairs, number % 2 == 0, peer)
-        times, conditions = spawn(compare, options.ranks, case, progress=False)[0]
+        ours_first = number % 2 == 0
+        given = task, as_it_comes, device, pairs, ours_first, peer
+        times, conditions = spawn(compare, options.ranks, *given, progress=False)[0]
         gathered = [(*known, *new) for known, new in zip(gathered, times, strict=True)]
     return gathered, conditions
 
 
-def compare(case: Case) -> tuple[list[tuple[float, ...]], dict[str, Any]]:
-    """Runs on every rank; returns seconds per step of each loop, and the conditions. Collective."""
-    with samestep.world(device=case.device) as world:
-        loops = _as_it_comes(case, world) if case.as_it_comes else _with_loaders(case.task, world)
-        for steps in loops if case.ours_first else reversed(loops):
+def compare(
+    task: Workload, as_it_comes: bool, device: str | None, repeats: int, ours_first: bool, peer: str | None = None
+) -> tuple[list[tuple[float, ...]], dict[str, Any]]:
+    """Runs on every rank; returns seconds per step of each loop, and the conditions. Collective.
+
+    As it comes, steps are on one batch, with gradients in shared memory, and may be compared with those of another
+    library; else with loaders, over the backend.
+    """
+    with samestep.world(device=device) as world:
+        if as_it_comes:
+            loops = _as_it_comes(task, peer, world)
+        else:
+            loops = [our_steps(task, task.network(), world), their_steps(task, task.network(), world)]
+        for steps in loops if ours_first else reversed(loops):
             next(steps)  # takes its memory now
-        return time_loops(loops, world, case.repeats), setting(world, case.task)
+        return time_loops(loops, world, repeats), setting(world, task)
 
 
-def _with_loaders(task: Workload, world: World) -> list[Iterator[None]]:
-    return [our_steps(task, task.network(), world), their_steps(task, task.network(), world)]
-
-
-def _as_it_comes(case: Case, world: World) -> list[Iterator[None]]:
-    task = case.task
+def _as_it_comes(task: Workload, peer: str | None, world: World) -> list[Iterator[None]]:
     ours = samestep.replicate(task.network().to(world.device), world)
-    if case.peer is not None:
-        return [steps_of(task, ours, world), steps_of_peer(case.peer, task, world)]
+    if peer is not None:
+        return [steps_of(task, ours, world), steps_of_peer(peer, task, world)]
     theirs, alone = _wrapped(task.network().to(world.device), world), task.network().to(world.device)
     return [steps_of(task, model, world) for model in (ours, theirs, alone)]
 
@@ -167,7 +147,6 @@ def our_steps(task: Workload, network: nn.Module, world: World, *, reduce: Reduc
 
 
 def their_steps(task: Workload, network: nn.Module, world: World) -> Iterator[None]:
-    """Trains with torch alone, one step for each item."""
     model = _wrapped(network.to(world.device), world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     data = task.dataset()
@@ -193,7 +172,6 @@ def _wrapped(model: nn.Module, world: World) -> nn.Module:
 
 
 def advance(loop: Iterator[None], steps: int = STEPS) -> None:
-    """Takes a block of steps."""
     for _ in range(steps):
         next(loop)
 
@@ -215,7 +193,6 @@ def align(world: World) -> None:
 
 
 def setting(world: World, task: Workload = MLP) -> dict[str, Any]:
-    """Returns the conditions that a report names."""
     return {
         "ranks": world.size,
         "device": str(world.device),
@@ -226,3 +203,43 @@ def setting(world: World, task: Workload = MLP) -> dict[str, Any]:
         "batch_size": task.batch * world.size,
         "steps_per_block": STEPS,
     }
+
+
+# --- the same loop as other libraries on DistributedDataParallel have it written ----------------
+
+
+def installed_peers() -> list[str]:
+    return [name for name, (module, _) in PEERS.items() if find_spec(module) is not None]
+
+
+def steps_of_peer(name: str, task: Workload, world: World) -> Iterator[None]:
+    """Trains on this rank's first batch as `steps_of` does, one step for each item."""
+    x, y = task.batch_of(world)
+    network = task.network().to(world.device)
+    prepare = PEERS[name][1]
+    model, optimizer, backward = prepare(network, torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9), world)
+    while True:
+        backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+def _accelerate(network: Any, optimizer: Any, world: World) -> tuple[Any, Any, Callable[[Any], Any]]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=world.device.type == "cpu")
+    model, optimizer = accelerator.prepare(network, optimizer)
+    return model, optimizer, accelerator.backward
+
+
+def _fabric(network: Any, optimizer: Any, world: World) -> tuple[Any, Any, Callable[[Any], Any]]:
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator=world.device.type, devices=world.size, strategy="ddp")
+    fabric.launch()
+    model, optimizer = fabric.setup(network, optimizer)
+    return model, optimizer, fabric.backward
+
+
+PEERS = {"accelerate": ("accelerate", _accelerate), "Lightning Fabric": ("lightning_fabric", _fabric)}

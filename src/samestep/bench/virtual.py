@@ -20,17 +20,10 @@ from samestep.errors import UsageError
 from samestep.launch.functions.spawn import spawn
 from samestep.topology import is_power_of_two
 
-__all__: list[str] = []
-
 SLICES = (1, 2, 4)  # on each rank
 
 
 def run(options: Options) -> Report:
-    """Starts the ranks, times both ways with 1, 2 and 4 slices a rank, and returns the report.
-
-    Raises:
-        UsageError: virtual ranks cannot be dealt out to so many.
-    """
     if not is_power_of_two(options.ranks):
         raise UsageError(f"virtual ranks are dealt out to 1, 2, 4, … ranks, not to {options.ranks}")
     device = training_device(options.ranks)

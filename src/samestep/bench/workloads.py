@@ -16,28 +16,16 @@ from torch.utils.data import Dataset, TensorDataset
 
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 WIDTHS = (512, 2048, 1536, 512)  # of the mlp: 4,984,832 parameters
 CLASSES = 10
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained.
-
-    Attributes:
-        name: "mlp", "cnn", "transformer" or "wide".
-        batch: samples a rank and step.
-        shape: of a sample.
-        samples: in the dataset.
-        classes: that there are.
-    """
-
-    name: str
-    batch: int
-    shape: tuple[int, ...]
-    samples: int = 8192
+    name: str  # "mlp", "cnn", "transformer" or "wide"
+    batch: int  # samples a rank and step
+    shape: tuple[int, ...]  # of a sample
+    samples: int = 8192  # in the dataset
     classes: int = CLASSES
 
     def network(self) -> nn.Module:

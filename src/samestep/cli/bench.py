@@ -9,8 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from samestep.bench import BENCHMARKS, benchmark, load
-from samestep.bench.harness import Comparison, Options, Report
-from samestep.bench.plot import check_plot, draw
+from samestep.bench.harness import Comparison, Options, Report, check_plot, draw
 from samestep.cli.checks import check_json, warn_of_others
 from samestep.cli.options import Parser, whole
 from samestep.cli.result import write_json
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     if started is None:  # ranks that start together keep each other's cores busy
         warn_of_others()
-    report = load(chosen)(Options(options.ranks, chosen.repeats if options.repeats is None else options.repeats))
+    report = load(options.name)(Options(options.ranks, chosen.repeats if options.repeats is None else options.repeats))
     if started is not None and started.rank > 0:  # the first of ranks that measure together speaks for all
         return 0
     _show(report)

@@ -12,14 +12,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 
-from samestep.doctor import disk, environment, gpus, machine, network, software, trial
+from samestep.doctor import environment, gpus, machine, network, software, trial
 from samestep.doctor.environment import ENVIRONMENT
 from samestep.doctor.finding import Finding, guarded
 from samestep.errors import SamestepError
 from samestep.rankenv import RankVariables
-
-__all__: list[str] = []
-
 
 TIMEOUTS = {"env": 10.0}  # seconds for all ranks to come; those variables may be left over, and nobody come
 TIMEOUT = 30.0
@@ -33,7 +30,7 @@ def all_checks(folder: Path, busy: float = 0.0) -> dict[str, Callable[[], Iterab
         "versions": software.check_versions,
         "GPUs": gpus.check,
         "cores and memory": lambda: machine.check(busy=busy),
-        "disk": lambda: disk.check(folder),
+        "disk": lambda: machine.check_disk(folder),
         "network": network.check,
         "variables": environment.check,
         "a step of two ranks": trial.check,
@@ -41,32 +38,17 @@ def all_checks(folder: Path, busy: float = 0.0) -> dict[str, Callable[[], Iterab
 
 
 def run_checks(folder: Path, tell: Callable[[str], None] = lambda _: None, *, steps: bool = True) -> list[Finding]:
-    """Runs all checks; returns all lines in order.
-
-    Args:
-        folder: where runs would be written.
-        tell: is told which are still running.
-        steps: whether ranks take steps.
-    """
+    """Runs all checks, those whose ranks take steps only with `steps`; `tell` is told which are still running."""
     all_of_them = all_checks(folder, machine.busy_before())
     chosen = {check: look for check, look in all_of_them.items() if steps or look is not trial.check}
+    running = list(chosen)
+    tell(", ".join(running))
     with ThreadPoolExecutor(len(chosen)) as pool:
-        under_way = {pool.submit(_listed, check, look): check for check, look in chosen.items()}
-        tell(_left(under_way.values(), ()))
-        done: dict[str, list[Finding]] = {}
-        for future in as_completed(under_way):
-            done[under_way[future]] = future.result()
-            tell(_left(under_way.values(), done))
-    return [line for check in chosen for line in done[check]]
-
-
-def _listed(check: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    return list(guarded(check, look))
-
-
-def _left(all_of_them: Iterable[str], done: Iterable[str]) -> str:
-    finished = set(done)
-    return ", ".join(check for check in all_of_them if check not in finished)
+        futures = {pool.submit(guarded, check, look): check for check, look in chosen.items()}
+        for future in as_completed(futures):
+            running.remove(futures[future])
+            tell(", ".join(running))
+    return [line for future in futures for line in future.result()]
 
 
 def check_job(variables: RankVariables, folder: Path) -> tuple[list[Finding], bool]:
@@ -76,7 +58,7 @@ def check_job(variables: RankVariables, folder: Path) -> tuple[list[Finding], bo
     """
     import samestep
     from samestep.doctor import pairwise
-    from samestep.doctor.link_findings import judge
+    from samestep.doctor.hosts import judge
     from samestep.runtime.exchange import all_gather_json
 
     try:

@@ -9,20 +9,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from samestep.doctor.finding import Finding, Level, ok
-from samestep.doctor.fixes import as_root, samestep
+from samestep.doctor.finding import Finding, Level, as_root, ok, samestep
 from samestep.doctor.network import CHOSEN
 from samestep.doctor.software import visible_gpus
 from samestep.errors import RankVariablesError
 from samestep.launch.cpus import read_cores
 from samestep.rankenv import read_rank_variables, variable, variable_names
 
-__all__: list[str] = []
-
 Read = Callable[[str], str | None]
 
 
-class RiskyVariable(NamedTuple):
+class Risk(NamedTuple):
     """A variable, the values that surprise, and how."""
 
     name: str
@@ -34,61 +31,38 @@ class RiskyVariable(NamedTuple):
 BOUND = "all ranks bind their threads to the same cores"
 SWITCHED = "(?i)1|true|yes|on"
 RISKY_VARIABLES = (
-    RiskyVariable("CUDA_LAUNCH_BLOCKING", SWITCHED, "warning", "kernels run one after another: steps take far longer"),
-    RiskyVariable(
-        "PYTORCH_NO_CUDA_MEMORY_CACHING", ".+", "warning", "every tensor is a call of the driver: many times slower"
-    ),
-    RiskyVariable(
-        "NCCL_P2P_DISABLE", SWITCHED, "warning", "GPUs of one host exchange through its memory: several times slower"
-    ),
-    RiskyVariable("NCCL_IB_DISABLE", SWITCHED, "warning", "hosts exchange over TCP, though InfiniBand may be there"),
-    RiskyVariable("NCCL_SHM_DISABLE", SWITCHED, "warning", "GPUs of one host may exchange over the network"),
-    RiskyVariable("NCCL_DEBUG", "(?i)info|trace", "note", "every rank prints pages at its start"),
-    RiskyVariable("TORCH_NCCL_BLOCKING_WAIT", SWITCHED, "note", "the host waits in every collective: less overlap"),
-    RiskyVariable(
-        "NCCL_BLOCKING_WAIT", ".+", "note", "it is called TORCH_NCCL_BLOCKING_WAIT by now; this one is ignored"
-    ),
-    RiskyVariable("NCCL_ASYNC_ERROR_HANDLING", ".+", "note", "it is called TORCH_NCCL_ASYNC_ERROR_HANDLING by now"),
-    RiskyVariable("OMP_PROC_BIND", "(?i)true|close|spread|master", "warning", BOUND),
-    RiskyVariable("GOMP_CPU_AFFINITY", ".+", "warning", BOUND),
-    RiskyVariable(
-        "KMP_AFFINITY",
-        "(?i).*(compact|scatter|explicit).*",
-        "warning",
-        BOUND,
-    ),
-    RiskyVariable(
-        "PYTHONDONTWRITEBYTECODE", ".+", "note", "every rank compiles all modules anew: a second at each start"
-    ),
-    RiskyVariable("PYTHONOPTIMIZE", ".+", "note", "assert statements are not executed, yours included"),
-    RiskyVariable(
-        "LD_PRELOAD", ".+", "note", "every rank loads it too; tools that replace functions can stop forked ranks"
-    ),
-    RiskyVariable(
-        "OMP_WAIT_POLICY", "(?i)active", "warning", "threads that wait keep their cores: ranks slow each other down"
-    ),
-    RiskyVariable(
-        "KMP_BLOCKTIME", "(?i)infinite|[1-9][0-9]{3,}", "warning", "threads that wait keep their cores for seconds"
-    ),
-    RiskyVariable(
+    Risk("CUDA_LAUNCH_BLOCKING", SWITCHED, "warning", "kernels run one after another: steps take far longer"),
+    Risk("PYTORCH_NO_CUDA_MEMORY_CACHING", ".+", "warning", "every tensor is a call of the driver: many times slower"),
+    Risk("NCCL_P2P_DISABLE", SWITCHED, "warning", "GPUs of one host exchange through its memory: several times slower"),
+    Risk("NCCL_IB_DISABLE", SWITCHED, "warning", "hosts exchange over TCP, though InfiniBand may be there"),
+    Risk("NCCL_SHM_DISABLE", SWITCHED, "warning", "GPUs of one host may exchange over the network"),
+    Risk("NCCL_DEBUG", "(?i)info|trace", "note", "every rank prints pages at its start"),
+    Risk("TORCH_NCCL_BLOCKING_WAIT", SWITCHED, "note", "the host waits in every collective: less overlap"),
+    Risk("NCCL_BLOCKING_WAIT", ".+", "note", "it is called TORCH_NCCL_BLOCKING_WAIT by now; this one is ignored"),
+    Risk("NCCL_ASYNC_ERROR_HANDLING", ".+", "note", "it is called TORCH_NCCL_ASYNC_ERROR_HANDLING by now"),
+    Risk("OMP_PROC_BIND", "(?i)true|close|spread|master", "warning", BOUND),
+    Risk("GOMP_CPU_AFFINITY", ".+", "warning", BOUND),
+    Risk("KMP_AFFINITY", "(?i).*(compact|scatter|explicit).*", "warning", BOUND),
+    Risk("PYTHONDONTWRITEBYTECODE", ".+", "note", "every rank compiles all modules anew: a second at each start"),
+    Risk("PYTHONOPTIMIZE", ".+", "note", "assert statements are not executed, yours included"),
+    Risk("LD_PRELOAD", ".+", "note", "every rank loads it too; tools that replace functions can stop forked ranks"),
+    Risk("OMP_WAIT_POLICY", "(?i)active", "warning", "threads that wait keep their cores: ranks slow each other down"),
+    Risk("KMP_BLOCKTIME", "(?i)infinite|[1-9][0-9]{3,}", "warning", "threads that wait keep their cores for seconds"),
+    Risk(
         "MKL_THREADING_LAYER",
         "(?i)intel",
         "note",
         "importing numpy before torch may end with 'incompatible with libgomp'",
     ),
-    RiskyVariable(
+    Risk(
         "NVIDIA_TF32_OVERRIDE", "1", "warning", "float32 products keep 10 bits of the fraction, whatever torch is told"
     ),
-    RiskyVariable(
-        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", SWITCHED, "note", "float32 products keep 10 bits of the fraction"
-    ),
-    RiskyVariable("TORCH_CPP_LOG_LEVEL", "(?i)info", "note", "every rank prints pages"),
-    RiskyVariable("PYTHONMALLOC", ".*debug", "note", "every allocation of Python's is checked: slow"),
-    RiskyVariable("PYTHONDEVMODE", ".+", "note", "every allocation of Python's is checked: slow"),
-    RiskyVariable(
-        "GLOO_DEVICE_TRANSPORT", "(?i)(?!tcp$).+", "warning", "torch from PyPI has gloo's TCP alone: no group forms"
-    ),
-    RiskyVariable("TORCH_DISTRIBUTED_DEBUG", "(?i)info", "note", "collectives are logged, and some checked: slower"),
+    Risk("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", SWITCHED, "note", "float32 products keep 10 bits of the fraction"),
+    Risk("TORCH_CPP_LOG_LEVEL", "(?i)info", "note", "every rank prints pages"),
+    Risk("PYTHONMALLOC", ".*debug", "note", "every allocation of Python's is checked: slow"),
+    Risk("PYTHONDEVMODE", ".+", "note", "every allocation of Python's is checked: slow"),
+    Risk("GLOO_DEVICE_TRANSPORT", "(?i)(?!tcp$).+", "warning", "torch from PyPI has gloo's TCP alone: no group forms"),
+    Risk("TORCH_DISTRIBUTED_DEBUG", "(?i)info", "note", "collectives are logged, and some checked: slower"),
 )
 
 
@@ -106,12 +80,6 @@ NCCL_FILES = (Path("/etc/nccl.conf"), Path("~/.nccl.conf"))
 
 
 def check(read: Read = variable, names: Iterable[str] | None = None) -> Iterator[Finding]:
-    """Yields those that are set to something that surprises.
-
-    Args:
-        read: returns a variable.
-        names: of all that are set.
-    """
     lines = [
         *(_matches(risky, read) for risky in RISKY_VARIABLES),
         _detail(read, visible_gpus()),
@@ -126,7 +94,7 @@ def check(read: Read = variable, names: Iterable[str] | None = None) -> Iterator
     yield from found or [ok("variables", "none that will surprise")]
 
 
-def _matches(risky: RiskyVariable, read: Read) -> Finding | None:
+def _matches(risky: Risk, read: Read) -> Finding | None:
     value = read(risky.name)
     if value is None or not re.fullmatch(risky.values, value.strip()):
         return None
@@ -148,17 +116,17 @@ def _detail(read: Read, gpus: int) -> Finding | None:
 def _threads(text: str | None, cores: float) -> Finding | None:
     if text is None:
         return None
+    check, fix = "OMP_NUM_THREADS", "unset OMP_NUM_THREADS"
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text.strip()):
         effect = "it is ignored, and every rank starts a thread for each core"
-        return Finding("OMP_NUM_THREADS", "warning", f"is {text!r}, no number", effect, "unset OMP_NUM_THREADS")
+        return Finding(check, "warning", f"is {text!r}, no number", effect, fix)
     threads = int(text.split(",")[0])
+    text = f"is {threads} on {cores:g} cores"
     if threads > cores:
         effect = "threads of one rank wait for each other's cores: several times slower"
-        return Finding(
-            "OMP_NUM_THREADS", "warning", f"is {threads} on {cores:g} cores", effect, "unset OMP_NUM_THREADS"
-        )
+        return Finding(check, "warning", text, effect, fix)
     effect = f"every rank computes with {threads}, however many ranks there are; unset, samestep run divides the cores"
-    return Finding("OMP_NUM_THREADS", "note", f"is {threads} on {cores:g} cores", effect, "unset OMP_NUM_THREADS")
+    return Finding(check, "note", text, effect, fix)
 
 
 def _gpus(text: str | None, visible: int) -> Finding | None:
@@ -220,10 +188,5 @@ def _files(files: Iterable[Path]) -> Iterator[Finding]:
     for file in (each.expanduser() for each in files):
         if file.is_file():
             effect = "NCCL takes variables from it that no shell shows"
-            yield Finding(
-                "NCCL's file",
-                "note",
-                f"there is {file}",
-                effect,
-                as_root(f"mv {shlex.quote(str(file))} {shlex.quote(str(file) + '.off')}"),
-            )
+            fix = as_root(f"mv {shlex.quote(str(file))} {shlex.quote(str(file) + '.off')}")
+            yield Finding("NCCL's file", "note", f"there is {file}", effect, fix)

@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from samestep.doctor.finding import Finding, Level, ok
-from samestep.doctor.fixes import as_root
+from samestep.doctor.finding import Finding, Level, as_root, ok
 from samestep.doctor.software import cuda_of_torch, said_by, with_driver
 from samestep.launch.resources import DRIVER
 from samestep.text import format_bytes
-
-__all__: list[str] = []
 
 FIELDS = "index,name,memory.total,memory.used,driver_version,compute_mode,uuid"
 CAPABILITY = ",compute_cap"  # which a driver that is older than torch needs does not know
@@ -29,8 +26,6 @@ CLOSED: dict[str, tuple[Level, str, str]] = {
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU."""
-
     index: int
     name: str
     total: int
@@ -43,8 +38,6 @@ class Card:
 
 @dataclass(frozen=True)
 class User:
-    """A process on a GPU."""
-
     uuid: str
     pid: int
     name: str
@@ -55,7 +48,6 @@ class User:
 
 
 def check() -> Iterator[Finding]:
-    """Yields what there is."""
     code, said = _query(FIELDS + CAPABILITY)
     if code > 0 and "compute_cap" in said:
         code, said = _query(FIELDS)
@@ -134,9 +126,8 @@ def judge(cards: list[Card], users: list[User]) -> Iterator[Finding]:
             yield ok("GPU users", f"GPU {card.index}: {'; '.join(map(str, theirs))}")
         if card.mode in CLOSED:
             level, text, effect = CLOSED[card.mode]
-            yield Finding(
-                "GPUs", level, f"GPU {card.index} {text}", effect, as_root(f"nvidia-smi -i {card.index} -c 0")
-            )
+            fix = as_root(f"nvidia-smi -i {card.index} -c 0")
+            yield Finding("GPUs", level, f"GPU {card.index} {text}", effect, fix)
 
 
 def _in_use(card: Card, users: list[User], cards: list[Card]) -> Finding:

@@ -19,27 +19,28 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from samestep.doctor.finding import Finding, from_remote
-from samestep.doctor.fixes import samestep
-from samestep.doctor.link_findings import judge
+from samestep.doctor.finding import Finding, as_root, from_remote, ok, samestep
 from samestep.doctor.pairwise import MARK
 from samestep.doctor.trial import read_failure
 from samestep.launch.hosts.transport import Started, explain, plan, start
 from samestep.rankenv import fresh_environment
-
-__all__: list[str] = []
+from samestep.text import format_bytes, format_duration, plural
 
 TIMEOUT = 90.0  # seconds for a busy host to look at itself
 MEASURING_TIMEOUT = 120.0  # seconds for all to meet, and to be measured
 THERE = 'cd "$1" 2>/dev/null; shift; exec "$@"'  # as `samestep run` starts ranks: in the folder of the same name
+SLOW = 0.5  # of the median bandwidth
+LATE = 3.0  # times the median latency
+NARROW = 125e6  # bytes a second: 1 Gbit/s
+SKEW = 1.0  # seconds
+SHARED = "findmnt -t nfs,nfs4,lustre,beegfs,ceph,gpfs,fuse.glusterfs  # cd to a folder that all mount"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostList:
-    """Hosts, and how they are reached."""
-
     hosts: tuple[str, ...]
     via: str = "ssh"
     ssh_args: str = ""
@@ -49,15 +50,12 @@ class HostList:
 
 @dataclass
 class _Answer:
-    """What came from one host."""
-
     code: int | None = None
     out: list[str] = field(default_factory=list)
     err: list[str] = field(default_factory=list)
 
 
 def check_hosts(named: HostList) -> list[Finding]:
-    """Returns the lines of every host, and of what lies between them."""
     lines = list(_each(named))
     unreached = {line.host for line in lines if line.check == "host"}
     if unreached:
@@ -70,7 +68,6 @@ def check_hosts(named: HostList) -> list[Finding]:
 
 
 def _each(named: HostList) -> Iterator[Finding]:
-    """Has every host look at itself."""
     words = [named.python or sys.executable, "-P", "-m", "samestep", "doctor", "--json", "-"]
     command = ["/bin/sh", "-c", THERE, "sh", str(Path.cwd()), *words]
     started = start(plan(named.via, named.hosts, command, named.ssh_args), "")
@@ -88,7 +85,6 @@ def _each(named: HostList) -> Iterator[Finding]:
 
 
 def _hear(one: Started, answers: dict[str, _Answer]) -> None:
-    """Reads what a transport says to its end."""
     try:
         out, err = one.process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -143,7 +139,6 @@ def _optional(named: HostList) -> list[str]:
 
 
 def _reached_by(named: HostList) -> list[str]:
-    """Returns the options with which the hosts are reached, as the user gave them."""
     via = [] if named.via == "ssh" else ["--via", named.via]
     return [*via, *([f"--ssh-args={named.ssh_args}"] if named.ssh_args else []), *_optional(named)]
 
@@ -152,3 +147,104 @@ def _failed(named: HostList, why: str) -> Finding:
     words = ["--hosts", ",".join(named.hosts), *_reached_by(named), "-n", "1", "-m", "samestep.doctor.pairwise"]
     fix = f"{samestep()} run {shlex.join(words)}  # the same alone, with all that it says"
     return Finding("between hosts", "error", why.removeprefix("samestep: error: "), "a run on these hosts fails", fix)
+
+
+# --- what is said of the way between hosts: who is slow, who is late, who sees whose files ------
+
+
+def judge(found: dict[str, Any]) -> Iterator[Finding]:
+    """Yields lines of what :func:`samestep.doctor.pairwise.measure` has found."""
+    hosts, pairs = found["hosts"], found["pairs"]
+    yield from _links(hosts, pairs)
+    yield from _matrix(hosts, pairs)
+    yield from _names(hosts, found["unknown"], found["addresses"])
+    yield from _clocks(hosts, pairs)
+    yield _folder(hosts, found["shared"], found["folder"])
+
+
+def _links(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+    if not pairs:
+        return
+    latency = median(pair["latency_s"] for pair in pairs)
+    bandwidth = median(pair["bytes_per_s"] for pair in pairs)
+    odd = False
+    for pair in pairs:
+        text = f"{_pair(hosts, pair)}: {_figures(pair)}"
+        if len(pairs) > 1 and pair["bytes_per_s"] < SLOW * bandwidth:
+            odd = True
+            effect = f"every all-reduce waits for it: the others have {format_bytes(bandwidth)}/s"
+            fix = "ip -s link  # errors and drops, on both; another network: --interface NAME"
+            yield Finding("link", "warning", text, effect, fix)
+        elif len(pairs) > 1 and pair["latency_s"] > LATE * latency:
+            odd = True
+            effect = f"small messages wait for it: the others take {format_duration(latency)}"
+            fix = f"tracepath {shlex.quote(hosts[pair['second']])}  # on the other"
+            yield Finding("link", "warning", text, effect, fix)
+    text = f"{plural(len(pairs), 'pair')}, median {format_duration(latency)}, {format_bytes(bandwidth)}/s"
+    if bandwidth < NARROW and not odd:
+        effect = "a gradient of 100 MB takes more than a second"
+        fix = f"{samestep()} bench compress  # whether samestep.replicate(…, compress='int8') pays"
+        yield Finding("links", "note", text, effect, fix)
+    else:
+        yield ok("links", text)
+
+
+def _matrix(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+    """Of more than two hosts a row for each: what lies between it and those behind it."""
+    for rank, host in enumerate(hosts[:-1] if len(hosts) > 2 else ()):
+        row = [pair for pair in pairs if pair["first"] == rank]
+        cells = (f"{hosts[pair['second']]} {_figures(pair)}" for pair in sorted(row, key=lambda pair: pair["second"]))
+        yield ok(f"from {host}", "; ".join(cells))
+
+
+def _names(hosts: Sequence[str], unknown: Sequence[Sequence[int]], addresses: Sequence[str]) -> Iterator[Finding]:
+    """Whether every host knows the others by their names: `unknown` are the ranks that a rank cannot look up."""
+    for rank, others in enumerate(unknown):
+        if others:
+            text = f"{', '.join(hosts[other] for other in others)}: not known on {hosts[rank]}"
+            effect = "torchrun, and scripts that are given the name, fail there; samestep run goes by addresses"
+            known = ", ".join(f"{hosts[other]} is {addresses[other]}" for other in others)
+            names = " ".join(hosts[other] for other in others)
+            fix = f"getent hosts {names}  # on {hosts[rank]}; torchrun takes addresses too: {known}"
+            yield Finding("names", "note", text, effect, fix)
+    if not any(unknown):
+        yield ok("names", "each host knows the others")
+
+
+def _figures(pair: dict[str, Any]) -> str:
+    return f"{format_duration(pair['latency_s'])}, {format_bytes(pair['bytes_per_s'])}/s"
+
+
+def _pair(hosts: Sequence[str], pair: dict[str, Any]) -> str:
+    first, second = pair["first"], pair["second"]
+    named = [hosts[first], hosts[second]]
+    return " - ".join(named if named[0] != named[1] else [f"rank {first}", f"rank {second}"])
+
+
+def _clocks(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+    """Clocks are compared with the first host's."""
+    offsets = {pair["second"]: pair["offset_s"] for pair in pairs if pair["first"] == 0}
+    far = {rank: skew for rank, skew in offsets.items() if abs(skew) > SKEW}
+    for rank, skew in far.items():
+        way = "ahead of" if skew > 0 else "behind"
+        text = f"that of {hosts[rank]} is {format_duration(abs(skew))} {way} that of {hosts[0]}"
+        effect = "times in logs, events and file names do not fit together; make and caches go wrong"
+        yield Finding("clock", "warning", text, effect, as_root("timedatectl set-ntp true") + f"  # on {hosts[rank]}")
+    if offsets and not far:
+        yield ok("clocks", f"at most {format_duration(max(map(abs, offsets.values())))} apart")
+
+
+def _folder(hosts: Sequence[str], shared: dict[str, list[int]], folder: str) -> Finding:
+    missing = [hosts[rank] for rank in range(len(hosts)) if rank not in shared["see"]]
+    if missing and len(missing) >= len(hosts) - 1:
+        effect = "checkpoints must lie on a shared folder for runs over several hosts; logs stay on each host"
+        return Finding("shared folder", "note", f"{folder} is each host's own", effect, SHARED)
+    if missing:
+        effect = "a run cannot be resumed there"
+        return Finding("shared folder", "warning", f"{folder} is not seen by {', '.join(missing)}", effect, SHARED)
+    if shared["get"]:
+        names = ", ".join(hosts[rank] for rank in shared["get"])
+        effect = "samestep.once downloads once a host, and two runs may write one checkpoint"
+        fix = f"findmnt -T {shlex.quote(folder)} -o TARGET,FSTYPE,OPTIONS  # NFS: mount it without nolock"
+        return Finding("shared folder", "warning", f"locks in {folder} do not keep out {names}", effect, fix)
+    return ok("shared folder", f"{folder}, seen by all; locks hold")

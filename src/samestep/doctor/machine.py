@@ -1,21 +1,25 @@
-"""What the machine gives to a training: cores, memory, shared memory, limits."""
+"""What the machine gives to a training: cores, memory, shared memory, limits; the disk that runs are written to."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import resource
+import shlex
 import socket
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
-from samestep.doctor.finding import Finding, Level, ok
-from samestep.doctor.fixes import as_root, raised
+from filelock import FileLock, Timeout
+
+from samestep.doctor.finding import Finding, Level, as_root, ok, raised
 from samestep.launch.cpus import MACHINE, Cores, groups, read_cores
 from samestep.launch.resources import busy_cores, read_memory
-from samestep.text import format_bytes
-
-__all__: list[str] = []
+from samestep.text import format_bytes, format_duration
 
 SHM = Path("/dev/shm")  # noqa: S108  (the kernel's, not a file of ours)
 LEAST_SHM = 1 << 30  # bytes: two ranks' gradients of a model of 100 million parameters, and some batches
@@ -27,6 +31,11 @@ LEAST_MEMORY = 1 << 30  # bytes
 LARGEST_FILE = 1 << 40  # bytes
 BUSY = 0.5  # of the cores
 UNLIMITED = resource.RLIM_INFINITY
+WRITTEN = 32 << 20  # bytes that are written to measure the disk
+SYNCS = 5
+SLOW_DISK = 50e6  # bytes a second
+LONG_SYNC = 0.2  # seconds for a small write to be safe
+LEAST_DISK = 1 << 30  # bytes
 
 
 def check(root: Path = MACHINE, busy: float = 0.0) -> Iterator[Finding]:
@@ -47,7 +56,6 @@ def busy_before() -> float:
 
 
 def judge_cores(cores: Cores, busy: float) -> Finding:
-    """Judges what there is to compute with, and what others leave of it."""
     text = f"{cores.limit}, {busy:.1f} of them busy"
     if cores.reason == "affinity" and len(cores.usable) == 1 < cores.machine:
         effect = "all ranks share one core"
@@ -68,8 +76,7 @@ def numa(root: Path) -> Finding:
     """Tells how many parts of memory there are, each near to some of the cores."""
     nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
     if nodes > 1:
-        text = f"{nodes} nodes: `samestep run --pin` keeps each rank's memory beside its cores"
-        return ok("NUMA", text)
+        return ok("NUMA", f"{nodes} nodes: `samestep run --pin` keeps each rank's memory beside its cores")
     return ok("NUMA", "1 node: all memory is as near to every core")
 
 
@@ -88,9 +95,8 @@ def shared_memory(folder: Path) -> Finding:
     try:
         room = os.statvfs(folder)
     except OSError as error:
-        return Finding(
-            check, "warning", f"cannot be used: {error.strerror}", effect, as_root(f"mount -t tmpfs shm {folder}")
-        )
+        fix = as_root(f"mount -t tmpfs shm {folder}")
+        return Finding(check, "warning", f"cannot be used: {error.strerror}", effect, fix)
     free, whole = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
     text = f"{format_bytes(free)} free of {format_bytes(whole)}"
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -99,8 +105,7 @@ def shared_memory(folder: Path) -> Finding:
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    """Judges how many files a process may have open."""
-    text = f"{_limit_text(soft)} a process"
+    text = "unlimited a process" if soft == UNLIMITED else f"{soft:,} a process"
     if soft != UNLIMITED and soft < LEAST_FILES:
         effect = "ranks with DataLoader workers end with 'Too many open files'"
         wanted = hard if LEAST_FILES <= hard < WANTED_FILES else WANTED_FILES
@@ -145,17 +150,91 @@ def largest_file(soft: int, hard: int) -> Iterator[Finding]:
         yield Finding("file size", "warning", f"at most {format_bytes(soft)}", effect, fix)
 
 
-def _limit_text(limit: int) -> str:
-    return "unlimited" if limit == UNLIMITED else f"{limit:,}"
-
-
 def _locked(root: Path) -> Iterator[Finding]:
     """RDMA pins memory: only where there is an adapter does the limit matter."""
     adapters = root / "sys/class/infiniband"
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if adapters.is_dir() and any(adapters.iterdir()) and soft != resource.RLIM_INFINITY:
         effect = "InfiniBand cannot register memory: NCCL and MPI fail, or fall back to TCP"
-        fix = (
-            as_root("prlimit --pid $$ --memlock=unlimited:unlimited") + "  # this shell; docker run --ulimit memlock=-1"
-        )
+        fix = as_root("prlimit --pid $$ --memlock=unlimited:unlimited")
+        fix += "  # this shell; docker run --ulimit memlock=-1"
         yield Finding("locked memory", "warning", format_bytes(soft), effect, fix)
+
+
+# --- the disk ---------------------------------------------------------------------------------
+
+
+def check_disk(folder: Path) -> Iterator[Finding]:
+    try:
+        with tempfile.TemporaryDirectory(prefix=".samestep-doctor-", dir=folder) as name:
+            yield _disk_room(folder)
+            yield _disk_speed(Path(name))
+            yield locks(Path(name))
+    except OSError as error:
+        fix = "mkdir -p ~/runs && cd ~/runs  # or name a folder by --run-dir"
+        text = f"{folder} cannot be written: {error.strerror}"
+        yield Finding("disk", "error", text, "a run cannot keep its logs and checkpoints", fix)
+
+
+def _disk_room(folder: Path) -> Finding:
+    room = os.statvfs(folder)
+    free = room.f_bavail * room.f_frsize
+    text = f"{format_bytes(free)} free in {folder} ({kind_of(folder)})"
+    if free < LEAST_DISK:
+        effect = "checkpoints are refused for want of room"
+        fix = f"du -xh --max-depth=2 {shlex.quote(str(folder))} | sort -h | tail"
+        return Finding("disk", "warning", text, effect, fix)
+    return ok("disk", text)
+
+
+def kind_of(folder: Path) -> str:
+    """Returns the file system's kind: "ext4", "nfs4"; "?" where the kernel does not tell."""
+    device = folder.stat().st_dev
+    named = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        found = re.fullmatch(r"\d+ \d+ (\S+) .* - (\S+) .*", line)
+        if found and found[1] == named:
+            return found[2]
+    return "?"
+
+
+def _disk_speed(folder: Path) -> Finding:
+    block = os.urandom(1 << 20)
+    begun = time.perf_counter()
+    with (folder / "large").open("wb", buffering=0) as file:
+        for _ in range(WRITTEN >> 20):
+            file.write(block)
+        os.fsync(file.fileno())
+    rate = WRITTEN / (time.perf_counter() - begun)
+    safe = median(_sync(folder / str(number)) for number in range(SYNCS))
+    text = f"{format_bytes(rate)}/s written and safe; a small write safe after {format_duration(safe)}"
+    if rate < SLOW_DISK or safe > LONG_SYNC:
+        effect = "checkpoints take long; they are written beside the training, but a preempted run must wait"
+        return Finding("disk speed", "warning", text, effect, "df -hT  # give checkpoints a folder on a local disk")
+    return ok("disk speed", text)
+
+
+def _sync(path: Path) -> float:
+    begun = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        file.write(b"samestep")
+        os.fsync(file.fileno())
+    return time.perf_counter() - begun
+
+
+def locks(folder: Path) -> Finding:
+    name = str(folder / "lock")
+    try:
+        with FileLock(name, timeout=5):
+            try:
+                with FileLock(name, timeout=0):
+                    pass
+            except Timeout:
+                return ok("file locks", "hold")
+    except (OSError, NotImplementedError, Timeout) as error:
+        text = f"do not work here: {error}"
+    else:
+        text = "are not exclusive"
+    effect = "samestep.once may download twice, and two runs may write one checkpoint"
+    fix = "findmnt -T . -o TARGET,FSTYPE,OPTIONS  # NFS: mount it without nolock; or use a local folder"
+    return Finding("file locks", "warning", text, effect, fix)

@@ -22,12 +22,9 @@ from ipaddress import IPv4Network
 from pathlib import Path
 from typing import NamedTuple
 
-from samestep.doctor.finding import Finding, ok
-from samestep.doctor.fixes import as_root, hosts_entry
+from samestep.doctor.finding import Finding, as_root, hosts_entry, ok
 from samestep.launch.hosts.network import Interface, addresses
 from samestep.rankenv import variable
-
-__all__: list[str] = []
 
 TORCHRUNS_PORT = 29500
 LONG = 1.0  # seconds to look up a name
@@ -44,7 +41,6 @@ MOST = 6  # that are shown
 
 
 def check() -> Iterator[Finding]:
-    """Yields a line for each."""
     found = addresses()
     yield own_name(socket.gethostname(), found)
     yield from localhost()
@@ -57,7 +53,6 @@ def check() -> Iterator[Finding]:
 
 
 def own_name(name: str, found: Sequence[Interface]) -> Finding:
-    """Judges where the host's own name leads."""
     outer = next((interface.address for interface in found if not interface.is_loopback), None)
     entry = f"{outer or '127.0.0.1'} {name}"
     fix = hosts_entry(entry, first=True)
@@ -66,9 +61,8 @@ def own_name(name: str, found: Sequence[Interface]) -> Finding:
         led = sorted({entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)})
     except OSError as error:
         effect = "torchrun on several hosts looks it up and fails, or waits; samestep run does not use it"
-        return Finding(
-            "own name", "warning", f"{name} does not resolve: {error}", effect, hosts_entry(entry, first=False)
-        )
+        fix = hosts_entry(entry, first=False)
+        return Finding("own name", "warning", f"{name} does not resolve: {error}", effect, fix)
     took = time.monotonic() - begun
     text = f"{name} is {', '.join(map(str, led))}"
     known = {interface.address for interface in found}
@@ -100,20 +94,16 @@ def localhost() -> Iterator[Finding]:
 
 
 def interfaces(found: Sequence[Interface], net: Path = NET) -> Finding:
-    """Tells which there are, how fast, and how large their packets are."""
     text = ", ".join(f"{interface.name} {interface.address}{_link(net / interface.name)}" for interface in found)
     if all(interface.is_loopback for interface in found):
         effect = "runs over several hosts are not possible"
         down = sorted(name for _, name in socket.if_nameindex() if name != "lo")
-        first = (
-            as_root(f"ip link set {shlex.quote(down[0])} up  # then: ip addr add ADDRESS") if down else "ip -br link"
-        )
-        return Finding("interfaces", "note", text or "none", effect, first)
+        up = f"ip link set {shlex.quote(down[0])} up  # then: ip addr add ADDRESS" if down else ""
+        return Finding("interfaces", "note", text or "none", effect, as_root(up) if up else "ip -br link")
     return ok("interfaces", text)
 
 
 def _link(folder: Path) -> str:
-    """Returns an interface's speed, where it has one, and its largest packet."""
     parts = []
     for name, word in (("speed", "{} Mbit/s"), ("mtu", "MTU {}")):
         try:
@@ -170,7 +160,6 @@ def ports(named: int = TORCHRUNS_PORT) -> Iterator[Finding]:
 
 
 def chosen(found: Sequence[Interface]) -> Iterator[Finding]:
-    """Yields variables that name an interface which is not there."""
     there = sorted({interface.name for interface in found})
     for name in CHOSEN:
         value = variable(name)
@@ -184,7 +173,6 @@ def chosen(found: Sequence[Interface]) -> Iterator[Finding]:
 
 
 def adapters(folder: Path) -> Iterator[Finding]:
-    """Yields InfiniBand's ports, and those that are down."""
     for port in sorted(folder.glob("*/ports/*")):
         state, rate = ((port / name).read_text(encoding="ascii").strip() for name in ("state", "rate"))
         check, text = f"InfiniBand {port.parts[-3]}", f"port {port.name}: {state}, {rate}"
@@ -196,8 +184,6 @@ def adapters(folder: Path) -> Iterator[Finding]:
 
 
 class Route(NamedTuple):
-    """Where packets to a network go."""
-
     interface: str
     network: IPv4Network
     gateway: str

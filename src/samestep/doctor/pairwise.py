@@ -33,8 +33,6 @@ import samestep
 from samestep.launch.hosts.network import addresses
 from samestep.runtime.exchange import all_gather_json
 
-__all__: list[str] = []
-
 MARK = "samestep-doctor-between:"  # before the line in which rank 0 says what was found
 MESSAGES, LARGE, LARGES = 20, 4 << 20, 3
 TIMEOUT = 5.0  # seconds for a file that one host has made to be seen by others
@@ -44,8 +42,6 @@ GIVEN_UP = 60.0  # seconds for all to come
 
 @dataclass(frozen=True)
 class Pair:
-    """What lies between two ranks."""
-
     first: int
     second: int
     latency_s: float
@@ -80,7 +76,6 @@ def measure(world: Any, folder: Path) -> dict[str, Any]:
 
 
 def own_name() -> str:
-    """Returns what this host calls itself."""
     return socket.gethostname()
 
 
@@ -117,7 +112,6 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _pair(rank: int, first: int, second: int) -> Pair | None:
-    """Exchanges messages; the first of both knows what was found."""
     leads, other = rank == first, second if rank == first else first
     small, large = torch.zeros(1, dtype=torch.float64), torch.zeros(LARGE // 8, dtype=torch.float64)
     clocks = [_there_and_back(small, other, leads=leads) for _ in range(MESSAGES)]

@@ -27,15 +27,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from samestep._version import __version__
-from samestep.doctor.finding import Finding, ok
-from samestep.doctor.fixes import as_root, pip, python
+from samestep.doctor.finding import Finding, as_root, ok, pip, python
 from samestep.errors import SamestepError
 from samestep.launch import resources
 from samestep.launch.hosts import mpiexec
 from samestep.launch.hosts.transport import PACKAGES, program_named
 from samestep.rankenv import variable
-
-__all__: list[str] = []
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
@@ -57,11 +54,9 @@ visible_gpus = functools.cache(resources.visible_gpus)  # asks nvidia-smi, which
 
 
 def check() -> Iterator[Finding]:
-    """Yields a line for each of them."""
     yield _python()
-    yield ok(
-        "system", f"{platform.system()} {platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}"
-    )
+    system = platform.uname()
+    yield ok("system", f"{system.system} {system.release} {system.machine}, {' '.join(platform.libc_ver())}")
     yield torch(installed("torch"), visible_gpus())
     yield ok("samestep", __version__)
     yield from conflicts(said_by([sys.executable, "-m", "pip", "check", "--disable-pip-version-check"], READING))
@@ -78,13 +73,7 @@ def _python() -> Finding:
 
 
 def torch(version_text: str | None, gpus: int, cuda: tuple[int, ...] | None = None) -> Finding:
-    """Judges torch's version beside what the machine has.
-
-    Args:
-        version_text: its version; None where there is none.
-        gpus: how many there are.
-        cuda: that it was built for; as its own file says by default.
-    """
+    """Judges torch's version, None where there is none; `cuda` is by default what torch's own file says."""
     if version_text is None:
         return Finding("torch", "error", "is not installed", "nothing trains", pip("torch"))
     if numbers(version_text)[:2] < OLDEST_TORCH:
@@ -153,9 +142,8 @@ def _mpi() -> Iterator[Finding]:
     named = next((line.strip() for line in said.splitlines() if line.strip()), "")
     if code != 0:
         effect = "samestep run --mpi does not start"
-        yield Finding(
-            "MPI", "warning", f"{program} --version fails: {named}", effect, pip("--force-reinstall", "mpich")
-        )
+        fix = pip("--force-reinstall", "mpich")
+        yield Finding("MPI", "warning", f"{program} --version fails: {named}", effect, fix)
         return
     release = re.search(r"(?:Version:|Open MPI\)|Intel.*Version)\s*(\S+)", said)
     family = "Open MPI" if "Open MPI" in said or "OpenRTE" in said else "MPICH or Intel MPI"
@@ -163,7 +151,6 @@ def _mpi() -> Iterator[Finding]:
 
 
 def _launchers() -> Iterator[Finding]:
-    """What starts ranks on other hosts."""
     missing = []
     for name, option in LAUNCHERS.items():
         program = program_named(name)
@@ -174,13 +161,8 @@ def _launchers() -> Iterator[Finding]:
         first = said.splitlines()[0].strip() if said else "?"
         if code != 0:
             effect = "hosts cannot be reached with it"
-            yield Finding(
-                name,
-                "warning",
-                f"{name} {option} fails: {first}",
-                effect,
-                as_root(f"apt-get install --reinstall {PACKAGES[name]}"),
-            )
+            fix = as_root(f"apt-get install --reinstall {PACKAGES[name]}")
+            yield Finding(name, "warning", f"{name} {option} fails: {first}", effect, fix)
         else:
             yield ok(name, first)
     if shutil.which("sinfo"):
@@ -195,20 +177,13 @@ def _launchers() -> Iterator[Finding]:
 
 
 def slurm(answer: tuple[int, str], *, configured: bool, release: str = "installed") -> Finding:
-    """Judges what sinfo says of the nodes, and of its own release."""
     code, said = answer
     if code != 0 and not configured:
         return ok("Slurm", f"{release}, not configured: there is no {SLURM}")
     if code != 0:
         first = said.splitlines()[0] if said else "no answer"
-        effect = "jobs cannot be queued"
-        return Finding(
-            "Slurm",
-            "warning",
-            f"sinfo fails: {first}",
-            effect,
-            "scontrol ping  # who answers; there: systemctl restart slurmctld",
-        )
+        fix = "scontrol ping  # who answers; there: systemctl restart slurmctld"
+        return Finding("Slurm", "warning", f"sinfo fails: {first}", "jobs cannot be queued", fix)
     states = [text.split() for text in said.splitlines() if text]
     usable = sum(int(count) for count, state in states if not re.search(r"down|drain|fail|unk", state))
     text = ", ".join(f"{count} {state}" for count, state in states) or "no nodes"
@@ -219,7 +194,6 @@ def slurm(answer: tuple[int, str], *, configured: bool, release: str = "installe
 
 
 def installed(package: str) -> str | None:
-    """Returns a package's version; None where there is none."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -227,14 +201,12 @@ def installed(package: str) -> str | None:
 
 
 def check_versions() -> Iterator[Finding]:
-    """Yields versions that do not go together."""
     yield from packages(installed)
     yield from kernel(platform.release())
     yield from overwritten_files(_files())
 
 
 def packages(of: Installed) -> Iterator[Finding]:
-    """Yields pairs of Python packages."""
     tensorboard, tools, torch = of("tensorboard"), of("setuptools"), of("torch")
     if tensorboard and tools and numbers(tensorboard)[:2] <= TENSORBOARDS_LAST and numbers(tools) >= SETUPTOOLS_FIRST:
         effect = "tensorboard ends with: No module named 'pkg_resources'"
@@ -294,13 +266,11 @@ def kernel(release: str) -> Iterator[Finding]:
 
 
 def _files() -> dict[str, set[str]]:
-    """Returns the libraries of each of NVIDIA's packages."""
     names = {one.metadata["Name"] for one in distributions() if (one.metadata["Name"] or "").startswith("nvidia-")}
     return {name: {str(file) for file in distribution(name).files or () if ".so" in file.name} for name in names}
 
 
 def overwritten_files(files: Mapping[str, set[str]]) -> Iterator[Finding]:
-    """Yields packages that have written each other's files."""
     names = sorted(files)
     for place, first in enumerate(names):
         for second in names[place + 1 :]:
@@ -327,17 +297,15 @@ def cuda_of_torch() -> tuple[int, ...]:
 
 
 def with_driver(cuda: tuple[int, ...], driver: str, capabilities: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields what torch's CUDA, the driver and the GPUs make of each other.
+    """Yields what torch's CUDA, the driver and the GPUs' compute capabilities make of each other.
 
-    Args:
-        cuda: that torch was built for: (13, 0).
-        driver: its version: "550.54.15".
-        capabilities: of each kind of GPU, its compute capability: "9.0".
+    They are told as (13, 0), "550.54.15" and {"NVIDIA H100": "9.0"}.
     """
     name_of_cuda, oldest = ".".join(map(str, cuda)), DRIVERS.get(cuda[0])
     if oldest and (0,) < numbers(driver) < (oldest,):
         effect = "torch.cuda.is_available() is False, or: 'the NVIDIA driver on your system is too old'"
-        fix = pip("--force-reinstall", "torch", *index(_for(driver)))
+        runs = "cu126" if numbers(driver) >= (DRIVERS[12],) else "cpu"
+        fix = pip("--force-reinstall", "torch", *index(runs))
         text = f"torch for CUDA {name_of_cuda} wants driver {oldest} or newer, and this one is {driver}"
         yield Finding(VERSIONS, "error", text, effect, fix + "  # or a newer driver")
     for name, capability in capabilities.items():
@@ -348,8 +316,3 @@ def with_driver(cuda: tuple[int, ...], driver: str, capabilities: Mapping[str, s
             effect = "every call ends with: 'no kernel image is available for execution on the device'"
             fix = pip("--force-reinstall", "torch", *index("cu126" if too_old else "cu128"))
             yield Finding(VERSIONS, "error", text, effect, fix)
-
-
-def _for(driver: str) -> str:
-    """Returns the build that a driver can run."""
-    return "cu126" if numbers(driver) >= (DRIVERS[12],) else "cpu"

@@ -22,13 +22,10 @@ from torch import nn
 import samestep
 from samestep.rankenv import variable
 
-__all__: list[str] = []
-
 WIDTH = 64
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Takes the steps, and writes down what each was like."""
     file, *backends = arguments
     for backend in backends:
         device = None if backend == "nccl" else "cpu"

@@ -15,15 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from samestep.doctor.finding import Finding, ok
-from samestep.doctor.fixes import pip, python, samestep
+from samestep.doctor.finding import Finding, ok, pip, python, samestep
 from samestep.doctor.software import cuda_of_torch, visible_gpus
 from samestep.errors import SamestepError
 from samestep.launch.hosts import mpiexec
 from samestep.rankenv import fresh_environment, variable
 from samestep.text import format_duration, plural
-
-__all__: list[str] = []
 
 PROGRAM = "samestep.doctor.step"
 BUILT = "torch's backends"
@@ -36,7 +33,6 @@ MPI_TIMEOUT = 40.0  # seconds; nobody there tells of a hang
 
 
 def check() -> Iterator[Finding]:
-    """Yields a line for each backend."""
     ours = {"gloo": 2, "samestep": 2}  # the ranks that take the step
     if (gpus := visible_gpus()) and cuda_of_torch() != (0,):  # else torch's line says so
         ours["nccl"] = min(gpus, 2)  # two ranks would not share a GPU
@@ -175,7 +171,6 @@ def judge(
 
 
 def by_hand(backend: str, ranks: int = 2) -> str:
-    """Returns the command that takes the step again."""
     if backend == "mpi":
         return f"{shlex.quote(mpiexec.mpiexec())} -n 2 {python()} -m {PROGRAM} /dev/null mpi"
     return f"{samestep()} run -n {ranks} -m {PROGRAM} /dev/null {backend}"

@@ -15,11 +15,8 @@ from samestep.errors import UsageError
 from samestep.launch.rank.script import run_module, run_script
 from samestep.rankenv import variable
 
-__all__: list[str] = []
-
 
 def main(words: list[str]) -> None:
-    """Runs `[-m] PROGRAM ARGUMENTS`."""
     is_module = words[:1] == ["-m"]
     program, *arguments = words[is_module:] or [""]
     if not program:

@@ -19,8 +19,6 @@ from samestep.fake_gpus.native import CUDA, current_index, set_index
 from samestep.fake_gpus.notes import not_faked, say_once
 from samestep.instrument.patch import Patches
 
-__all__ = ["patch_cuda"]
-
 MEMORY = 80 << 30  # bytes that every fake GPU reports
 CAPABILITY = (9, 0)
 CUDA_VERSION, CUDNN_VERSION, NCCL_VERSION = "12.8", 91002, (2, 27, 3)
@@ -202,7 +200,6 @@ def _compile(model: Any = None, **_options: Any) -> Any:
 
 
 def patch_cuda(patches: Patches) -> None:
-    """Gives torch.cuda and its kin what they ask C++ for."""
     cuda: Any = torch.cuda
     for name, value in C_FUNCTIONS.items():
         patches.set(torch._C, name, value)  # noqa: SLF001

@@ -10,8 +10,6 @@ import torch
 from samestep.fake_gpus.generators import make_generators
 from samestep.fake_gpus.native import current_index
 
-__all__ = ["DEVICES", "check_index", "check_process", "count", "visible"]
-
 
 @dataclass
 class Devices:
@@ -47,21 +45,15 @@ def visible() -> tuple[int, ...]:
 
 
 def count() -> int:
-    """Returns how many GPUs this process sees."""
     return len(visible())
 
 
 def uuids() -> list[str]:
-    """Returns a name for each GPU of the host."""
     return [f"GPU-fa4e0000-0000-0000-0000-{number:012x}" for number in range(DEVICES.total)]
 
 
 def check_process() -> None:
-    """Begins to use CUDA in this process.
-
-    Raises:
-        RuntimeError: it was forked from one that had begun before.
-    """
+    """Begins to use CUDA in this process, unless it was forked from one that had begun before."""
     if DEVICES.process != os.getpid():
         begin()
         torch.cuda.init()  # type: ignore[no-untyped-call]  # seeds that were given before
@@ -80,21 +72,15 @@ def begin() -> None:
 
 
 def is_forked() -> bool:
-    """Returns whether this process was forked from one that had used CUDA."""
     return DEVICES.touched not in {None, os.getpid()}
 
 
 def forget(total: int) -> None:
-    """Begins anew, with so many GPUs on the host."""
     DEVICES.total, DEVICES.seen, DEVICES.process, DEVICES.touched = total, None, None, None
 
 
 def check_index(index: int | None) -> int:
-    """Returns the number of a GPU, of the current one for None.
-
-    Raises:
-        torch.AcceleratorError: there is none of that number.
-    """
+    """Returns the number of a GPU, of the current one for None, or raises what CUDA raises."""
     check_process()
     index = current_index() if index is None or index < 0 else index
     if index >= count():
@@ -103,7 +89,13 @@ def check_index(index: int | None) -> int:
 
 
 def no_such_device(index: int) -> Exception:
-    """Returns what CUDA raises for a number that no GPU has."""
     kind: type[Exception] = getattr(torch, "AcceleratorError", RuntimeError)
     there = f"cuda:0 to cuda:{count() - 1}" if count() else "none"
     return kind(f"CUDA error: invalid device ordinal\ncuda:{index} was asked for; fake GPUs of this process: {there}")
+
+
+def two_devices(one: object, other: object) -> RuntimeError:
+    """Returns what PyTorch raises where an operator gets tensors of two devices."""
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}!"
+    )

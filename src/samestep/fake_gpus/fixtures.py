@@ -13,8 +13,6 @@ import pytest
 
 from samestep.fake_gpus import made
 
-__all__ = ["fake_gpus"]
-
 
 @pytest.fixture
 def fake_gpus(request: pytest.FixtureRequest) -> Iterator[int]:

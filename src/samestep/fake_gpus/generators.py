@@ -15,8 +15,6 @@ from typing import Any, Self
 
 import torch
 
-__all__ = ["FakeGenerator", "borrowed", "draw_from", "make_generators"]
-
 DEFAULT_SEED = 67280421310721  # torch's own
 STEP = 4  # what an operator moves the offset by: CUDA's moves in steps of four numbers, too
 BASE = torch.Generator  # the class of C++, also while another has its name
@@ -37,7 +35,6 @@ class FakeGenerator(BASE):
     _offset: int
 
     def __new__(cls, index: int = 0) -> Self:
-        """Makes one of GPU `index`."""
         made = super().__new__(cls)
         made._index, made._seed, made._offset = index, DEFAULT_SEED, 0
         mark = secrets.randbits(63)
@@ -47,11 +44,9 @@ class FakeGenerator(BASE):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The fake GPU."""
         return torch.device("cuda", self._index)
 
     def manual_seed(self, seed: int) -> FakeGenerator:
-        """Begins the stream of a seed."""
         self._seed, self._offset = seed % 2**64, 0
         return self
 
@@ -61,15 +56,12 @@ class FakeGenerator(BASE):
         return self._seed
 
     def initial_seed(self) -> int:
-        """Returns the seed of the stream."""
         return self._seed
 
     def get_offset(self) -> int:
-        """Returns how far the stream is."""
         return self._offset
 
     def set_offset(self, offset: int) -> FakeGenerator:
-        """Moves the stream."""
         if offset % STEP:
             raise RuntimeError("offset must be a multiple of 4")
         self._offset = offset
@@ -81,12 +73,6 @@ class FakeGenerator(BASE):
         return torch.tensor(words, dtype=torch.int64, device="cpu").view(torch.uint8)
 
     def set_state(self, state: torch.Tensor) -> FakeGenerator:
-        """Goes on where a state was taken.
-
-        Raises:
-            TypeError: the state lies on a GPU or is no ByteTensor.
-            RuntimeError: it is no state of a GPU's generator.
-        """
         if state.device.type != "cpu" or state.dtype is not torch.uint8:
             raise TypeError(f"expected a torch.ByteTensor, but got {state.type()}")
         if state.numel() != 16:
@@ -99,7 +85,6 @@ class FakeGenerator(BASE):
     graphsafe_set_state = set_state  # type: ignore[assignment]
 
     def clone_state(self) -> FakeGenerator:
-        """Returns another generator in the same state."""
         return FakeGenerator(self._index).set_state(self.get_state())
 
     def next_seed(self) -> int:
@@ -118,11 +103,7 @@ def make_generators(count: int) -> tuple[FakeGenerator, ...]:
 
 
 def draw_from(given: Any, index: int) -> torch.Generator:
-    """Returns the CPU generator from which one operator on GPU `index` draws.
-
-    Raises:
-        RuntimeError: the script has passed a generator of another device.
-    """
+    """Returns the CPU generator from which one operator on GPU `index` draws."""
     own = _default[index] if given is None else _made.get(BASE.initial_seed(given))
     if own is None:
         raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")

@@ -25,8 +25,6 @@ from samestep.fake_gpus import devices
 from samestep.fake_gpus.host_memory import to_host
 from samestep.instrument.patch import Patches
 
-__all__ = ["COLLECTIVES", "patch_groups"]
-
 _work_of: Any = c10d.__dict__["_create_work_from_future"]
 CARD = torch.device("cuda")
 MARK = "fake NCCL"
@@ -94,8 +92,6 @@ def _nothing() -> None: ...
 
 
 class _Group:
-    """The group behind one collective."""
-
     def __init__(self, boxed: Any, tensors: Any, timeout: int = -1, *, pair: bool = False) -> None:
         devices.check_process()
         group: Any = dist.ProcessGroup.unbox(boxed)
@@ -366,7 +362,6 @@ def _premul(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patch_groups(patches: Patches) -> None:
-    """Lets torch.distributed make groups of NCCL."""
     made: Any = dist.distributed_c10d
     patches.set(made, "_NCCL_AVAILABLE", True)
     patches.set(made, "ProcessGroupNCCL", ProcessGroupNCCL)

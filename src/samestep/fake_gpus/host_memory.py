@@ -13,8 +13,6 @@ import ctypes
 
 import torch
 
-__all__ = ["to_fake", "to_host"]
-
 DEVICE = 8  # where a DLTensor has its device: behind a pointer; int32 type, int32 index
 CPU, CUDA = 1, 2  # DLPack's numbers
 

@@ -21,8 +21,6 @@ from samestep.fake_gpus.native import Native, set_index
 from samestep.fake_gpus.notes import watch_imports
 from samestep.instrument.patch import Patches
 
-__all__ = ["install", "remove"]
-
 _native, _kernels, _patches = Native(), Kernels(), Patches()
 
 
@@ -56,7 +54,6 @@ def install(gpus: int) -> None:
 
 
 def remove() -> None:
-    """Takes them away."""
     _kernels.remove()
     _patches.undo()
     _native.remove()

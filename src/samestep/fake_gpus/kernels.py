@@ -21,24 +21,13 @@ from samestep.fake_gpus.generators import borrowed, draw_from
 from samestep.fake_gpus.groups import COLLECTIVES
 from samestep.fake_gpus.host_memory import to_fake, to_host
 from samestep.fake_gpus.loading import PINNING
-from samestep.fake_gpus.normalisation import SYNCHRONISED
-
-__all__ = ["Kernels"]
+from samestep.fake_gpus.models import SYNCHRONISED
 
 HOST = torch.device("cpu")
 NONE = -1
 # Operators that change how a tensor is laid out, not what it holds, and views: their C++ serves any device.
-LAYOUT = {
-    "squeeze_",
-    "unsqueeze_",
-    "t_",
-    "transpose_",
-    "swapaxes_",
-    "swapdims_",
-    "detach_",
-    "resize_as_",
-    "as_strided_",
-}
+LAYOUT = {"squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"}
+LAYOUT |= {"detach_", "resize_as_", "as_strided_"}
 # Operators some of whose tensors may lie in host memory, as on a GPU.
 MIXED = {"aten::copy_", "aten::_copy_from", "aten::_pad_packed_sequence", "aten::_pack_padded_sequence"}
 MIXED |= {"aten::_ctc_loss", "aten::_ctc_loss_backward", "aten::segment_reduce", "aten::_pack_padded_sequence_backward"}
@@ -48,13 +37,6 @@ HALF = {torch.float16, torch.bfloat16}
 SUMS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::convolution_backward"}
 SOFTMAX = ("_softmax", "_log_softmax")
 STAYS = {"aten::_pack_padded_sequence": (1,)}  # results that a GPU leaves in host memory, by their place
-
-
-def two_devices(one: object, other: object) -> RuntimeError:
-    """Returns what PyTorch raises where an operator gets tensors of two devices."""
-    return RuntimeError(
-        f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}!"
-    )
 
 
 class _Host:
@@ -74,7 +56,7 @@ class _Host:
             if self.index < 0:
                 self.index = number
             elif not self.mixed:
-                raise two_devices(f"cuda:{self.index}", f"cuda:{number}")
+                raise devices.two_devices(f"cuda:{self.index}", f"cuda:{number}")
         return to_host(value)
 
     def value(self, value: Any) -> Any:
@@ -146,7 +128,7 @@ class Kernel:
             rest = [value for value in (*args[2:], *kwargs.values()) if isinstance(value, Tensor)]
             if all(value.is_cuda or not value.ndim for value in rest):
                 return
-        raise two_devices(f"cuda:{index}", "cpu")
+        raise devices.two_devices(f"cuda:{index}", "cpu")
 
     def _seeded(self, host: list[Any], kwargs: dict[str, Any], index: int) -> Any:
         place = self.seeded
@@ -246,7 +228,6 @@ class Kernels:
         return library
 
     def fallback(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """Computes an operator that has no kernel of its own for fake GPUs."""
         kernel = self._by_op.get(op)
         if kernel is None:
             if op in self._views or _shows_storage(op):
@@ -256,7 +237,6 @@ class Kernels:
         return kernel.run(args, kwargs)
 
     def _late(self, name: str) -> Callable[..., Any]:
-        """Returns a kernel that looks its operator up at its first call."""
         op: Any = None
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -268,7 +248,6 @@ class Kernels:
         return kernel
 
     def remove(self) -> None:
-        """Takes everything out of the dispatcher."""
         for library in self._libraries:
             library.reset()
         self._libraries.clear()
@@ -380,7 +359,7 @@ def on_host(compute: Callable[..., Any]) -> Callable[..., Any]:
         host = [on.value(value) for value in args]
         devices.check_process()
         if on.on_host:
-            raise two_devices(f"cuda:{on.index}", "cpu")
+            raise devices.two_devices(f"cuda:{on.index}", "cpu")
         result = compute(*host)
         if isinstance(result, Tensor):
             return to_fake(result, on.index)

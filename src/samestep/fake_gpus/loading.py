@@ -18,8 +18,6 @@ from samestep.fake_gpus import devices
 from samestep.fake_gpus.host_memory import to_fake
 from samestep.instrument.patch import Patches
 
-__all__ = ["PINNING", "patch_loading"]
-
 MAKERS = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "eye", "empty_strided", "tensor")
 LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
 OF_DDP = ("/nn/parallel/distributed.py", "/torch/autograd/graph.py")  # the latter runs the backward pass

@@ -1,4 +1,12 @@
-"""Layers and wrappers of models that look for CUDA's own kernels, or that torch has for GPUs alone."""
+"""Layers and wrappers of models that look for CUDA's own kernels, or that torch has for GPUs alone: SyncBatchNorm's.
+
+Per channel c, over the n elements of all ranks, x̂ = (x - mean) · invstd and invstd = 1 / sqrt(var + eps):
+
+    forward    y  = x̂ · weight + bias
+    backward   dx = (dy - sum(dy)/n - (x - mean) · invstd² · sum(dy · (x - mean))/n) · invstd · weight
+
+Sums are float32 where the input is float16 or bfloat16, as a GPU's are.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.fake_gpus.kernels import two_devices
+from samestep.fake_gpus.devices import two_devices
 from samestep.instrument.patch import Patches
 
-__all__ = ["patch_models"]
-
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+Maybe = Tensor | None
 
 
 def _recurrent(compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,17 +31,13 @@ def _recurrent(compute: Callable[..., Any]) -> Callable[..., Any]:
         cards = [device for device in found if device.type == "cuda"]
         if not cards:
             return compute(*args, **named)
-        others = [tensor.device for tensor in _tensors(args) if tensor.device not in cards[:1] and not _sizes(tensor)]
+        tensors = [tensor for tensor in _tensors(args) if tensor.dtype is not torch.int64]  # sizes of a packed sequence
+        others = [tensor.device for tensor in tensors if tensor.device not in cards[:1]]
         if others:
             raise two_devices(cards[0], others[0])
         return _moved(compute(*_moved(args, torch.device("cpu")), **named), cards[0])
 
     return run
-
-
-def _sizes(tensor: Tensor) -> bool:
-    """Returns whether it is the batch sizes of a packed sequence, which stay in host memory."""
-    return tensor.dtype is torch.int64
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -102,7 +105,6 @@ COPIES = {  # what DataParallel copies with
 
 
 def patch_models(patches: Patches) -> None:
-    """Replaces what looks for kernels of CUDA."""
     functions: Any = torch._VF  # noqa: SLF001
     for name in RECURRENT:
         patches.set(functions, name, _recurrent(getattr(functions, name)))
@@ -110,3 +112,72 @@ def patch_models(patches: Patches) -> None:
     patches.set(nn, "scaled_dot_product_attention", _attention(nn.scaled_dot_product_attention))
     for name, copy in COPIES.items():
         patches.set(torch._C, name, copy)  # noqa: SLF001
+
+
+# --- SyncBatchNorm ----------------------------------------------------------------------------
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
+
+
+def _dims(tensor: Tensor) -> list[int]:
+    return [dim for dim in range(tensor.dim()) if dim != 1]
+
+
+def _channels(values: Tensor, like: Tensor) -> Tensor:
+    return values.view([1, -1] + [1] * (like.dim() - 2))
+
+
+def _stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    variance, mean = torch.var_mean(_wide(x), _dims(x), correction=0)
+    return mean, torch.rsqrt(variance + eps)
+
+
+def _gather_stats(
+    _x: Tensor, means: Tensor, invstds: Tensor, mean: Maybe, var: Maybe, momentum: float, eps: float, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    weights = counts.view(-1, 1).to(means.dtype)  # [ranks, 1]; means and invstds are [ranks, channels]
+    total = weights.sum()
+    new_mean = (means * weights).sum(0) / total
+    new_var = ((invstds.pow(-2) - eps + (means - new_mean).square()) * weights).sum(0) / total
+    if mean is not None:
+        mean.mul_(1 - momentum).add_(momentum * new_mean)
+    if var is not None:
+        var.mul_(1 - momentum).add_(momentum * new_var * total / (total - 1))
+    return new_mean, torch.rsqrt(new_var + eps)
+
+
+def _elements(x: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, invstd: Tensor, _eps: float) -> Tensor:
+    y = (_wide(x) - _channels(mean, x)) * _channels(invstd, x)
+    y = y if weight is None else y * _channels(weight, x)
+    return (y if bias is None else y + _channels(bias, x)).to(x.dtype)
+
+
+def _backward_sums(
+    dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Maybe, _for_x: bool, for_weight: bool, for_bias: bool
+) -> tuple[Maybe, ...]:
+    dims, wide = _dims(x), _wide(dy)
+    sum_dy, sum_dy_xmu = wide.sum(dims), (wide * (_wide(x) - _channels(mean, x))).sum(dims)
+    kind = dy.dtype if weight is None else weight.dtype
+    d_weight = (sum_dy_xmu * invstd).to(kind) if for_weight else None
+    return sum_dy, sum_dy_xmu, d_weight, sum_dy.to(kind) if for_bias else None
+
+
+def _backward_elements(
+    dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Maybe, sum_dy: Tensor, sum_xmu: Tensor, counts: Tensor
+) -> Tensor:
+    total = counts.sum()
+    slope = invstd.square() * sum_xmu / total
+    centred = _wide(dy) - _channels(sum_dy / total, x) - (_wide(x) - _channels(mean, x)) * _channels(slope, x)
+    scale = invstd if weight is None else invstd * weight
+    return (centred * _channels(scale, x)).to(dy.dtype)
+
+
+SYNCHRONISED: dict[str, Callable[..., Any]] = {
+    "batch_norm_stats": _stats,
+    "batch_norm_gather_stats_with_counts": _gather_stats,
+    "batch_norm_elemt": _elements,
+    "batch_norm_backward_reduce": _backward_sums,
+    "batch_norm_backward_elemt": _backward_elements,
+}

@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["CUDA", "Native", "current_index", "set_index"]
-
 _TYPES: Any = torch._C._autograd.DeviceType  # noqa: SLF001
 CPU, CUDA = int(_TYPES.CPU), int(_TYPES.CUDA)
 TORCH = Path(torch.__file__).parent
@@ -41,7 +39,6 @@ KEY = _key.value  # under which each thread keeps the number of its current GPU
 
 
 def current_index() -> int:
-    """Returns the number of this thread's current GPU."""
     index: int | None = _get_value(KEY)
     return index or 0
 
@@ -158,11 +155,6 @@ class Native:
         self._undo: list[Callable[[], None]] = []
 
     def install(self, gpus: int) -> None:
-        """Puts both in place, for so many GPUs.
-
-        Raises:
-            RuntimeError: not with this processor, or with this build of PyTorch.
-        """
         if platform.machine() != "x86_64":
             raise RuntimeError(f"fake GPUs are made on x86-64 only, and this is {platform.machine()}")
         try:
@@ -197,6 +189,5 @@ class Native:
         registry[CUDA], pointer.value = ctypes.addressof(thing), ctypes.addressof(hooks)
 
     def remove(self) -> None:
-        """Puts back what was there."""
         while self._undo:
             self._undo.pop()()

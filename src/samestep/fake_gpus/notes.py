@@ -9,8 +9,6 @@ from typing import Any, NoReturn
 from samestep.instrument.patch import Patches
 from samestep.rankenv import variable
 
-__all__ = ["not_faked", "say_once", "watch_imports"]
-
 EXTENSIONS = {
     *("apex", "bitsandbytes", "causal_conv1d", "cupy", "deepspeed", "flash_attn", "flash_attn_2_cuda", "mamba_ssm"),
     *("numba.cuda", "nvidia.dali", "tensorrt", "transformer_engine", "triton", "vllm", "xformers"),
@@ -56,10 +54,7 @@ def watch_imports(patches: Patches) -> None:
 
 
 def not_faked(name: str, advice: str) -> Any:
-    """Returns something that says, where a script calls it, that it is not faked.
-
-    Calling it raises NotImplementedError.
-    """
+    """Returns something that says, where a script calls it, that it is not faked, and raises NotImplementedError."""
 
     def call(*_args: Any, **_named: Any) -> NoReturn:
         say_once(name, advice)

@@ -15,8 +15,6 @@ import torch
 from samestep.fake_gpus.devices import check_index
 from samestep.fake_gpus.native import CUDA, set_index
 
-__all__ = ["Event", "ExternalStream", "Stream", "current", "select"]
-
 _numbers = itertools.count(1)
 _thread = threading.local()
 
@@ -47,7 +45,6 @@ class Stream(torch.Stream):
     priority: int
 
     def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> Self:
-        """Makes a stream on a device, by default the current one."""
         if "stream_id" not in known:
             index = torch.cuda._utils._get_device_index(device, optional=True)  # noqa: SLF001
             known = {"stream_id": next(_numbers), "device_index": check_index(index), "device_type": CUDA}
@@ -57,7 +54,6 @@ class Stream(torch.Stream):
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Returns the least and the greatest priority."""
         return 0, -5
 
     @property
@@ -72,7 +68,6 @@ class Stream(torch.Stream):
         return ctypes.c_void_p(self.stream_id)
 
     def record_event(self, event: Any = None) -> Any:
-        """Records an event, by default a new one."""
         event = Event() if event is None else event
         event.record(self)
         return event
@@ -95,7 +90,6 @@ class ExternalStream(Stream):
     """As torch.cuda.ExternalStream."""
 
     def __new__(cls, stream_ptr: int, device: Any = None, **known: Any) -> Self:
-        """Makes a stream of that number."""
         index = check_index(torch.cuda._utils._get_device_index(device, optional=True))  # noqa: SLF001
         return super().__new__(cls, stream_id=stream_ptr, device_index=index, device_type=CUDA, **known)
 
@@ -109,23 +103,16 @@ class Event(torch.Event):
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> Self:
-        """Makes an event that is not recorded yet."""
         del blocking, interprocess, external
         made = super().__new__(cls, torch.device("cuda"))
         made.enable_timing = enable_timing
         return made
 
     def record(self, stream: Any = None) -> None:
-        """Notes the time."""
         super().record(torch.cuda.current_stream() if stream is None else stream)
         self.time = perf_counter()
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Returns the milliseconds of the host between two events.
-
-        Raises:
-            ValueError: one was made without `enable_timing=True`, or was not recorded.
-        """
         if not (self.enable_timing and end_event.enable_timing):
             raise ValueError(
                 "Both events must be created with argument 'enable_timing=True' before calculating elapsed time."

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["suggest", "wants_gpus"]
-
 WANT = re.compile(
     "|".join(  # noqa: FLY002  (one kind a line)
         (
@@ -35,7 +33,6 @@ def wants_gpus(texts: Iterable[str]) -> bool:
 
 
 def suggest(command: str, program: str, gpus: int, ranks: int) -> str:
-    """Returns the line that tells of `--fake-gpus`."""
     missing = "this host has none" if not gpus else f"this host has {gpus} for {ranks} ranks"
     return (
         f"the script wants GPUs, and {missing}: `samestep {command} --fake-gpus {program}` runs it on CPUs, as if "

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoaderPass:
-    """One pass over a DataLoader."""
-
     loader: Any
     key: str  # the line that made it and its number among those made there: the same in every process
     number: int  # of the pass, from 0
@@ -29,8 +27,6 @@ class LoaderPass:
 
 @dataclass(frozen=True)
 class LoadedBatch:
-    """What a DataLoader has yielded."""
-
     loader_pass: LoaderPass
     index: int  # in it, from 0
     indices: list[Any] | None  # the samples, where the dataset has an index
@@ -45,7 +41,6 @@ class PassIterator(Iterator[LoadedBatch]):
 
         It reads the sampler to its end: the pass cannot be continued. `length` is the loader's, None where unknown.
         """
-        del length
         return None
 
 
@@ -56,12 +51,10 @@ class Callbacks:
 
     def on_pass(self, loader_pass: LoaderPass, own: PassIterator) -> Iterator[Any] | None:
         """Returns an iterator for the script in place of the DataLoader's own, which would yield `own`; or None."""
-        del loader_pass, own
         return None
 
     def on_length(self, loader: Any, key: str, own: int) -> int:
         """Returns what `len(loader)` is."""
-        del loader, key
         return own
 
     def on_enter_batch(self) -> str | None:
@@ -98,7 +91,6 @@ class Callbacks:
 
     def on_comm_hook(self, name: str, where: str) -> bool:
         """A model is about to reduce its gradients by a hook; returns whether it shall not."""
-        del name, where
         return False
 
     def on_enter_backward(self) -> str | None:
@@ -144,24 +136,20 @@ class Callbacks:
 
     def on_random(self, name: str, where: str, value: Any) -> Any:
         """The script has drawn random numbers; returns those that it gets."""
-        del name, where
         return value
 
     def on_dropout(self, values: Any) -> None:
         """The script would have drawn a mask for dropout of these values."""
-        del values
 
     def on_worker(self, key: str, worker: int, states: dict[str, bytes], used: list[str]) -> None:
         """A DataLoader's worker ends; `states` of its generators when it began, and those `used` since."""
 
     def on_spawn(self, start: Any, arguments: Any, processes: int) -> bool:
         """The script is about to start ranks by itself; returns whether that has been done for it."""
-        del start, arguments, processes
         return False
 
     def on_process(self, process: Any) -> bool:
         """The script is about to start a process of `multiprocessing`; returns whether that has been done for it."""
-        del process
         return False
 
     def on_print(self, text: Callable[[], str], where: str) -> None:
@@ -171,7 +159,6 @@ class Callbacks:
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The script calls `samestep.name`; returns its arguments."""
-        del name
         return args, kwargs
 
     def on_file_write(self, path: str | os.PathLike[str]) -> None:
@@ -193,13 +180,11 @@ def subscribe(callbacks: Callbacks, *groups: Install) -> None:
 
 
 def unsubscribe(kind: type) -> None:
-    """Calls no subscriber of this type any more."""
     SUBSCRIBERS[:] = [one for one in SUBSCRIBERS if not isinstance(one, kind)]
     _listeners.clear()
 
 
 def unsubscribe_all() -> None:
-    """Calls nobody any more, and takes all patches back."""
     unsubscribe(Callbacks)
     uninstall()
 
@@ -213,12 +198,10 @@ def listeners(method: str) -> list[Callbacks]:
 
 
 def call(method: str, *args: Any, **kwargs: Any) -> None:
-    """Calls a method of all subscribers that override it."""
     for one in listeners(method):
         getattr(one, method)(*args, **kwargs)
 
 
 def notify(kind: str, **fields: Any) -> None:
-    """Calls `on_event`."""
     for one in listeners("on_event"):
         one.on_event(kind, **fields)

@@ -39,12 +39,10 @@ class CollectiveCall:
 
     @cached_property
     def arguments(self) -> Mapping[str, Any]:
-        """The arguments by name."""
         return {**dict(zip(_names(self._function), self.args, strict=False)), **self.kwargs}
 
     @cached_property
     def tensors(self) -> list[Any]:
-        """All that are sent or filled."""
         named = self.arguments.items()
         return list(_tensors(value for key, value in named if "list" not in key or "object" not in self.name))
 
@@ -58,7 +56,6 @@ class CollectiveCall:
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """What distinguishes it from other calls."""
         return {
             "op": self.name,
             "shapes": [list(tensor.shape) for tensor in self.tensors],

@@ -119,7 +119,6 @@ class _OwnBatches(PassIterator):
         self._yielded = 0
 
     def begin(self) -> Any:
-        """Returns the loader's own iterator."""
         if (kept := self._pass.loader.__dict__.get("_iterator")) is not None:  # of workers that stay: nothing of
             kept.samestep_indices = deque()  # the last pass
         iterator = self._iterator = self._original(self._pass.loader)
@@ -171,7 +170,6 @@ def _worker_ended(key: str, worker: int, before: dict[str, bytes]) -> None:
 
 
 def generator_states() -> dict[str, bytes]:
-    """Returns the states from which the default generators will draw."""
     import numpy as np
     import torch
 
@@ -213,14 +211,8 @@ def rest(
 ) -> list[list[Any]] | None:
     """Returns the samples of the batches that a pass would still yield, None where its sampler does not tell.
 
-    An order that goes on beyond the loader's length is endless, or of another length than it says.
-
-    Args:
-        loader: the DataLoader.
-        length: of it, None where it is not known.
-        requested: what is asked for already, ahead of the script, by workers.
-        order: the sampler's iterator behind that; it is read to its end.
-        yielded: batches that the pass has yielded.
+    An order that goes on beyond the loader's length is endless, or of another length than it says. `requested` is what
+    workers ask for already, ahead of the script; `order` is the sampler's iterator behind that, read to its end.
     """
     if order is None or length is None or (length - yielded) * (loader.batch_size or 1) > _MOST:
         return None

@@ -29,8 +29,6 @@ def _declares(module: str, kind: str, every: Callable[[Any], int | None], how: s
 
 
 def _averages(module: str, name: str, of_all: Callable[..., bool] = lambda *_: True) -> None:
-    """Reports when it has averaged the parameters of all ranks."""
-
     @parameter_averages.patch(module, name)
     def average(original: Any, *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)

@@ -28,13 +28,10 @@ Install = Callable[[], None]
 
 
 class Patches:
-    """What has been replaced, and puts it back."""
-
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
 
     def on_undo(self, act: Callable[[], object]) -> None:
-        """Calls `act` when what was replaced is put back."""
         self._undo.append(act)
 
     def set(self, owner: Any, name: str, value: Any) -> None:
@@ -49,7 +46,6 @@ class Patches:
         self.on_undo(partial(replace_function, package, {new: old for old, new in functions.items()}))
 
     def undo(self) -> None:
-        """Puts everything back, the latest first."""
         while self._undo:
             self._undo.pop()()
 
@@ -61,18 +57,13 @@ _users: dict[str, bool] = {}  # by file name: whether it is the user's own
 
 
 class Group:
-    """Patches that are installed together, each as soon as its module has been imported.
-
-    Args:
-        needed: groups that this one does not work without.
-    """
+    """Patches that are installed together, each as soon as its module has been imported, behind the groups `needed`."""
 
     def __init__(self, *needed: Group) -> None:
         self._needed = needed
         self._acts: dict[str, list[Act]] = {}
 
     def __call__(self) -> None:
-        """Installs them."""
         install(*self._needed)
         for module, acts in self._acts.items():
             on_import(module, partial(_call_each, acts))
@@ -116,7 +107,6 @@ def _call_each(acts: list[Act], module: ModuleType) -> None:
 
 
 def install(*groups: Install) -> None:
-    """Installs groups of patches that are not installed yet."""
     for group in groups:
         if group not in _installed:
             _installed.add(group)
@@ -130,7 +120,6 @@ def uninstall() -> None:
 
 
 def on_import(name: str, act: Act) -> None:
-    """Calls `act(module)` as soon as the module is imported."""
     on_undo(when_imported(name, act))
 
 
@@ -183,7 +172,6 @@ def _may_be_compiling() -> bool:
 
 
 def caller() -> FrameType:
-    """Returns the frame that calls a patched function."""
     frame = sys._getframe(1)  # noqa: SLF001  (documented; the name only looks private)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("samestep.instrument"):
         frame = frame.f_back

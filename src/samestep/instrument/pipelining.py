@@ -47,7 +47,6 @@ def _step(original: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _added(parameter: Any, before: Any) -> Any:
-    """What a step has added to a gradient."""
     now = parameter.grad
     return _or_zeros(parameter, now if before is None or now is None else now - before)
 
@@ -166,7 +165,6 @@ class _Wire:
             self._group.send([tensor], self._ranks[target], self._tag(source, target) + part).wait()
 
     def take(self, source: int, target: int, mine: Any, here: Any) -> Any:
-        """Returns what another stage has found."""
         import torch
 
         if source in mine:

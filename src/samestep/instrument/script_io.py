@@ -21,7 +21,6 @@ _MAX_PRINTED = 400
 
 
 def save_unreported(value: Any, path: Any) -> None:
-    """Does what torch.save does, and reports nothing."""
     import torch
 
     getattr(torch.save, "__wrapped__", torch.save)(value, path)

@@ -36,7 +36,6 @@ class Hook:
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function."""
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:

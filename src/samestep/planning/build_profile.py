@@ -21,52 +21,32 @@ from torch import Tensor, nn
 from samestep.errors import UsageError
 from samestep.planning.model_profile import CapturedCall, ModelProfile, profile_model, tensors_in, unwrap
 from samestep.planning.profile import Gradient, Profile
-from samestep.planning.step_trace import PARTS, StepTrace
-
-__all__: list[str] = []
-
-FEWEST = 3  # undisturbed steps; with fewer all but the first count
-LISTENED = 3  # steps of which a gradient's median is taken
+from samestep.planning.step_trace import FEWEST, LISTENED, PARTS, StepTrace
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Observations:
-    """What was seen of a training.
-
-    Attributes:
-        script: as people call it.
-        steps: all, in their order.
-        timed: which of them nothing disturbed, if there were enough.
-        calls: the models that the script calls, each with its largest call.
-        optimizers: that have stepped.
-    """
-
-    script: str
-    steps: Sequence[StepTrace]
-    timed: range
-    calls: Sequence[tuple[nn.Module, CapturedCall]]
-    optimizers: Sequence[torch.optim.Optimizer]
+    script: str  # as people call it
+    steps: Sequence[StepTrace]  # all, in their order
+    timed: range  # which of them nothing disturbed, if there were enough
+    calls: Sequence[tuple[nn.Module, CapturedCall]]  # the models that the script calls, each with its largest call
+    optimizers: Sequence[torch.optim.Optimizer]  # that have stepped
 
     @property
     def chosen(self) -> Sequence[StepTrace]:
-        """The steps whose times count: undisturbed ones, unless there are too few."""
+        """The steps whose times count: undisturbed ones, unless there are too few; then all but the first."""
         plain = self.steps[self.timed.start : self.timed.stop]
         return plain if len(plain) >= FEWEST else self.steps[1:]
 
     @property
     def listened(self) -> Sequence[StepTrace]:
-        """The last steps in which gradients were listened to."""
         return [step for step in self.steps if step.ready][-LISTENED:]
 
 
 def profile_of(seen: Observations, say: Say) -> Profile:
-    """Returns the profile; `say` is told what goes on.
-
-    Raises:
-        UsageError: no gradient was seen, or the batch size cannot be determined.
-    """
+    """Returns the profile; `say` is told what goes on."""
     parts, seconds = _medians(seen.chosen)
     names = _names(seen)
     gradients = tuple(_gradients(seen, names, parts["backward"]))
@@ -92,7 +72,7 @@ def profile_of(seen: Observations, say: Say) -> Profile:
         gradients=gradients,
         parameter_bytes=sum(each.nbytes for _, each in names.values()),
         buffer_bytes=sum(buffers.values()),
-        optimizer_bytes=sum(_remembered(one) for one in seen.optimizers),
+        optimizer_bytes=sum(each.nbytes for one in seen.optimizers for each in tensors_in(one.state)),
         activation_bytes=max(alone.kept, *(step.kept for step in seen.steps)),
         sizes=alone.sizes,
         layers=alone.layers,
@@ -140,10 +120,6 @@ def _gradients(seen: Observations, names: Mapping[int, tuple[str, Tensor]], back
     for key in sorted(ready, key=lambda key: (ready[key], order.index(key) if key in order else len(order))):
         name, parameter = names[key]
         yield Gradient(name, parameter.nbytes, ready[key] * backward_s)
-
-
-def _remembered(optimizer: torch.optim.Optimizer) -> int:
-    return sum(each.nbytes for state in optimizer.state.values() for each in tensors_in(state))
 
 
 def machine() -> str:

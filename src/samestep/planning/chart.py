@@ -6,12 +6,9 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from samestep.planning.plan import TrainingPlan
-from samestep.planning.plan_text import TITLES
+from samestep.planning.plan import TITLES, TrainingPlan
 from samestep.planning.planner import KINDS
 from samestep.planning.step import WORDS, PredictedStep
-
-__all__: list[str] = []
 
 WHOLE_PAGE = True  # plotly's own script lies in the page
 WIDTH = 150  # letters of a title's line
@@ -19,7 +16,6 @@ LEFT, RIGHT = (0.0, 0.38), (0.45, 0.83)  # of the page's width: the plots; what 
 
 
 def draw(plan: TrainingPlan, file: Path) -> None:
-    """Writes the page."""
     from plotly.subplots import make_subplots
 
     titles = ("samples a second", "what a step of the fastest way goes into, ms")

@@ -35,47 +35,31 @@ from samestep.planning.profile import BatchTime, Profile
 from samestep.planning.step import ParallelLayout, PredictedStep, StepBreakdown, interval
 from samestep.replicas.bucket_plan import BackwardProfile, BucketLayout, best_single_size, coalesced, optimal_layout
 
-__all__: list[str] = []
-
 MOST_GRADIENTS = 48  # that buckets are cut between; neighbours are taken together beyond
 FREE = Link(0.0, float("inf"))
 
 
 @dataclass(frozen=True)
 class Communication:
-    """What the all-reduces of a step add to its backward.
+    """What the all-reduces of a step add to its backward."""
 
-    Attributes:
-        name: of the algorithm.
-        buckets: bytes of each.
-        latency: seconds of it that messages take to start.
-        transfer: seconds that their bytes take.
-        overlap: the part of all that runs beside the backward.
-    """
-
-    name: str
-    buckets: tuple[int, ...]
-    latency: float
-    transfer: float
-    overlap: float
+    name: str  # of the algorithm
+    buckets: tuple[int, ...]  # bytes of each
+    latency: float  # seconds of it that messages take to start
+    transfer: float  # seconds that their bytes take
+    overlap: float  # the part of all that runs beside the backward
 
     @property
     def seconds(self) -> float:
-        """The whole."""
         return self.latency + self.transfer
 
 
 def predict(
     profile: Profile, fabric: ClusterFabric, layout: ParallelLayout, speed: float = 1.0, *, batch: int | None = None
 ) -> PredictedStep:
-    """Returns the step of so many replicas of the whole model.
+    """Returns the step of so many replicas of the whole model, on devices `speed` times as fast as the profiled one.
 
-    Args:
-        profile: of one process.
-        fabric: among the ranks.
-        layout: without stages.
-        speed: of the devices, relative to the profiled one.
-        batch: samples of the whole step; the profile's where None.
+    `batch` are the samples of the whole step, the profile's where None.
     """
     samples = profile.batch if batch is None else batch
     whole = compute_time(profile, profile.batch, speed)
@@ -109,17 +93,13 @@ def predict(
 
 
 def compute_time(profile: Profile, samples: float, speed: float = 1.0) -> BatchTime:
-    """Returns forward and backward of `samples` on a device `speed` times as fast as the profiled one.
+    """Returns forward and backward of `samples`, 0 or more, on a device `speed` times as fast as the profiled one.
 
-    Args:
-        profile: of which the batches that were measured serve, or without them the step itself, in proportion.
-        samples: 0 or more; with none nothing is done.
-        speed: of the device.
+    Of a profile without other batches the step itself serves, in proportion.
 
-    Example:
-        >>> sizes = (BatchTime(8, 2.0, 4.0), BatchTime(16, 3.0, 6.0))
-        >>> _between(sizes, 12), _between(sizes, 4), _between(sizes, 32)
-        ((2.5, 5.0), (1.5, 3.0), (5.0, 10.0))
+    >>> sizes = (BatchTime(8, 2.0, 4.0), BatchTime(16, 3.0, 6.0))
+    >>> _between(sizes, 12), _between(sizes, 4), _between(sizes, 32)
+    ((2.5, 5.0), (1.5, 3.0), (5.0, 10.0))
     """
     if samples <= 0:
         return BatchTime(0, 0.0, 0.0)

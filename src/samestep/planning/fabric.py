@@ -24,8 +24,6 @@ from samestep.network.links import Link
 from samestep.network.messages import Messages, remap, send
 from samestep.network.pricing import CollectivePrice, PlacedNetwork, price_lines
 
-__all__: list[str] = []
-
 FEW = 256  # ranks up to which every all-reduce is counted
 DOUBLE_TREE = "double tree"
 CHUNKS = (1, 2, 4, 8, 16, 32, 64)  # near the best number seconds are flat: half or twice of it costs a few per cent
@@ -33,28 +31,13 @@ CHUNKS = (1, 2, 4, 8, 16, 32, 64)  # near the best number seconds are flat: half
 
 @dataclass(frozen=True)
 class AllReduceOption:
-    """An all-reduce that could be taken.
-
-    Attributes:
-        name: of the algorithm.
-        link: seconds of n bytes, as latency and bytes a second.
-    """
-
-    name: str
-    link: Link
+    name: str  # of the algorithm
+    link: Link  # seconds of n bytes, as latency and bytes a second
 
 
 @dataclass(frozen=True)
 class ClusterFabric:
     r"""The all-reduces and stage links of a cluster, or of one that is better in some way.
-
-    Attributes:
-        cluster: as its file says.
-        latency_scale: times the latency of all links.
-        bandwidth_scale: times their bandwidth.
-        bytes_scale: bytes that an all-reduce sends for each byte of a gradient.
-        coding_s: seconds a byte to encode and decode gradients.
-        only: the name of the one all-reduce that may be taken; any where empty.
 
     Example:
         >>> from samestep.network.cluster import parse
@@ -63,12 +46,12 @@ class ClusterFabric:
         AllReduceOption(name='ring', link=Link(latency_s=7e-05, bytes_per_s=571428571.0))
     """
 
-    cluster: Cluster
-    latency_scale: float = 1.0
-    bandwidth_scale: float = 1.0
-    bytes_scale: float = 1.0
-    coding_s: float = 0.0
-    only: str = ""
+    cluster: Cluster  # as its file says
+    latency_scale: float = 1.0  # times the latency of all links
+    bandwidth_scale: float = 1.0  # times their bandwidth
+    bytes_scale: float = 1.0  # bytes that an all-reduce sends for each byte of a gradient
+    coding_s: float = 0.0  # seconds a byte to encode and decode gradients
+    only: str = ""  # the name of the one all-reduce that may be taken; any where empty
     # what was counted of the cluster; `dataclasses.replace` hands it on to a fabric that is scaled otherwise
     _prices: dict[tuple[int, int], dict[str, list[CollectivePrice]]] = field(
         default_factory=dict, repr=False, compare=False
@@ -77,7 +60,6 @@ class ClusterFabric:
 
     @property
     def ranks(self) -> int:
-        """How many there can be."""
         return self.cluster.ranks
 
     def all_reduces(self, replicas: int, stages: int, nbytes: float) -> list[AllReduceOption]:
@@ -119,14 +101,8 @@ def count_all_reduces(
 ) -> dict[str, list[CollectivePrice]]:
     """Returns the prices of every all-reduce by its name, one or several for different numbers of chunks.
 
-    Args:
-        cluster: with its links, network, placement and routing.
-        replicas: ranks in each all-reduce.
-        stages: all-reduces that take place at once.
-        few: ranks up to which those are counted that take longest.
-
-    Raises:
-        UsageError: more ranks than the cluster has.
+    As many all-reduces among `replicas` ranks take place at once as there are stages. Up to `few` ranks those are
+    counted, too, that take longest.
     """
     ranks = replicas * stages
     network = PlacedNetwork(cluster.topology, cluster.place(ranks), cluster.routing)

@@ -33,8 +33,6 @@ from samestep.rankenv import read_rank_variables
 from samestep.runtime.exchange import all_gather_json
 from samestep.text import bytes_text, seconds_text
 
-__all__: list[str] = []
-
 MESSAGES = (8, 4096, 65536, 1 << 20, 4 << 20)  # bytes: larger than what a network lets pass at once
 SIZES = (4096, 65536, 1 << 20, 8 << 20)  # bytes of all-reduces
 CALLS = 6  # in a series
@@ -42,21 +40,11 @@ CALLS = 6  # in a series
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """What was measured.
-
-    Attributes:
-        links: among the ranks.
-        shared: all-reduces in shared memory; bytes of all ranks a second. None over several hosts.
-        hosts: how many there are.
-        local: ranks on each.
-        memory: bytes of a device; of a host's memory, a rank's even share.
-    """
-
     links: Links
-    shared: Link | None
-    hosts: int
-    local: int
-    memory: float
+    shared: Link | None  # all-reduces in shared memory; bytes of all ranks a second. None over several hosts
+    hosts: int  # how many there are
+    local: int  # ranks on each
+    memory: float  # bytes of a device; of a host's memory, a rank's even share
 
 
 def devices() -> int:
@@ -105,11 +93,7 @@ def measure_cluster(series: int) -> MeasuredLinks:
 
 
 def ranks_per_host(sizes: Sequence[int]) -> int:
-    """Returns how many ranks each host has, from what each rank says of its own.
-
-    Raises:
-        UsageError: some have more than others, on every rank.
-    """
+    """Returns how many ranks each host has, from what each rank says of its own; refuses unlike hosts on every rank."""
     if len(set(sizes)) > 1:
         raise UsageError(
             f"links are measured among hosts of as many ranks, and some have {min(sizes)}, others {max(sizes)}: start "
@@ -166,7 +150,6 @@ def _lines(found: MeasuredLinks) -> list[str]:
 
 
 def _shared(ranks: int, series: int) -> Link:
-    """What all-reduces in shared memory take."""
     times = []
     for size in SIZES:
         tensor = torch.zeros(size // 4)
@@ -184,7 +167,6 @@ def _series(tensor: Any) -> float:
 
 
 def _memory(local: int) -> float:
-    """Bytes of this rank's device."""
     if visible_gpus():
         return float(torch.cuda.get_device_properties(0).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local

@@ -31,10 +31,8 @@ from samestep.pipelines.splitting import check_equivalence
 from samestep.planning.profile import BatchTime
 from samestep.runtime import rng
 
-__all__: list[str] = []
-
 THROWN, LEAST, MOST = 2, 3, 20  # passes of each size: to warm up, and that a median is taken of
-LONG_S = 2.0  # of passes of all sizes, after which the smallest_near_best are enough
+LONG_S = 2.0  # of passes of all sizes, after which LEAST are enough
 SMALLEST = 16  # the smallest batch is this part of the whole
 PARTS_OF_LAYERS = (1, 2, 4, 8)
 _FOLLOWED = 2  # samples with which a forward is followed
@@ -131,17 +129,18 @@ def _measured(model: nn.Module, inputs: CapturedCall, say: Say) -> tuple[list[Ba
     for samples in _halves(inputs.samples):
         say(f"measuring {samples} samples")
         try:
-            calls.append(_warmed_up(model, inputs.first(samples)))
+            call = inputs.first(samples)
+            for _ in range(THROWN):
+                _pass(model, call)
+            calls.append(call)
         except Exception as error:  # noqa: BLE001  (anything may come of a forward that meets another batch)
             refused = f"it fails by itself with {samples} samples ({_short(error)})"
             break
-    return [_size(call, passes) for call, passes in zip(calls, _in_turn(model, calls), strict=True)], refused
-
-
-def _warmed_up(model: nn.Module, call: CapturedCall) -> CapturedCall:
-    for _ in range(THROWN):
-        _pass(model, call)
-    return call
+    found = []
+    for call, passes in zip(calls, _in_turn(model, calls), strict=True):
+        forward, backward = (statistics.median(seconds) for seconds in zip(*passes, strict=True))
+        found.append(BatchTime(call.samples, forward, backward))
+    return found, refused
 
 
 def _in_turn(model: nn.Module, calls: Sequence[CapturedCall]) -> list[list[tuple[float, float]]]:
@@ -154,11 +153,6 @@ def _in_turn(model: nn.Module, calls: Sequence[CapturedCall]) -> list[list[tuple
         for call, passes in zip(calls, found, strict=True):
             passes.append(_pass(model, call))
     return found
-
-
-def _size(call: CapturedCall, passes: Sequence[tuple[float, float]]) -> BatchTime:
-    forward, backward = zip(*passes, strict=True)
-    return BatchTime(call.samples, statistics.median(forward), statistics.median(backward))
 
 
 def _short(error: Exception) -> str:
@@ -202,14 +196,7 @@ def _now() -> float:
 
 
 def _scaled(sizes: Sequence[BatchTime], called: int, batch: int, parts: Mapping[str, float]) -> tuple[BatchTime, ...]:
-    """The sizes with the loss in them: a whole call is its share of the step.
-
-    Args:
-        sizes: as measured, a whole call first.
-        called: samples of that.
-        batch: of a step, which may have several.
-        parts: of the step.
-    """
+    """The sizes, a whole call of `called` samples first, with the loss in them: that call is its share of the step."""
     if not sizes:
         return ()
     share, whole = called / batch, sizes[0]
@@ -254,7 +241,6 @@ def _layers(
 
 
 def _sum(outputs: Any) -> Tensor:
-    """What stands for the loss."""
     return torch.stack([one.sum() for one in _outputs(outputs) if one.requires_grad]).sum()
 
 
@@ -295,21 +281,12 @@ def batch_size_of(value: Any) -> int:
 
 @dataclass(frozen=True)
 class CapturedCall:
-    """One call of a model.
-
-    Attributes:
-        args: by position; tensors are copies without gradients.
-        kwargs: by name, likewise.
-        samples: that it was called with.
-        autocast: precision that it ran in, by kind of device; None where it ran in its own.
-        training: the model was in training mode, which an evaluation behind the last step changes.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    samples: int
+    args: tuple[Any, ...]  # by position; tensors are copies without gradients
+    kwargs: dict[str, Any]  # by name, likewise
+    samples: int  # that it was called with
+    # precision that it ran in, by kind of device; None where it ran in its own
     autocast: tuple[str, torch.dtype] | None
-    training: bool = True
+    training: bool = True  # the model was in training mode, which an evaluation behind the last step changes
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool = True) -> CapturedCall:
@@ -324,13 +301,9 @@ class CapturedCall:
     def first(self, samples: int) -> CapturedCall:
         """Returns a call on the first samples: of all tensors that have one row each.
 
-        Raises:
-            ModelError: they are in something that cannot be made anew of fewer.
-
-        Example:
-            >>> call = CapturedCall.of((torch.zeros(8, 3), torch.zeros(3, 3)), {"scale": 2})
-            >>> [list(one.shape) for one in call.first(2).args]
-            [[2, 3], [3, 3]]
+        >>> call = CapturedCall.of((torch.zeros(8, 3), torch.zeros(3, 3)), {"scale": 2})
+        >>> [list(one.shape) for one in call.first(2).args]
+        [[2, 3], [3, 3]]
         """
 
         def cut(tensor: Tensor) -> Tensor:
@@ -363,19 +336,14 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same nested lists, tuples and mappings with other tensors; everything else is as it was."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, dict):
-        return type(value)((key, _changed(one, change)) for key, one in value.items()) if _plain(value) else value
+    if type(value) in (dict, OrderedDict):  # a class of the user's may be made otherwise
+        return type(value)((key, _changed(one, change)) for key, one in value.items())
     if isinstance(value, list):
         return [_changed(one, change) for one in value]
     if isinstance(value, tuple):
         found = [_changed(one, change) for one in value]
         return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
     return value
-
-
-def _plain(value: dict[Any, Any]) -> bool:
-    """Whether it is made anew of its items; a class of the user's may be made otherwise."""
-    return type(value) in (dict, OrderedDict)
 
 
 class SavedTensorBytes:
@@ -387,17 +355,13 @@ class SavedTensorBytes:
         next Linear  input of the next layer
 
     What is one storage counts once. Of a storage that is larger than what is kept of it (a batch that was cut out of a
-    whole data set) only what is kept counts.
+    whole data set) only what is kept counts. Tensors that are there anyway, parameters and buffers, do not count.
 
-    Args:
-        without: tensors that are there anyway: parameters and buffers.
-
-    Example:
-        >>> layer, x = torch.nn.Linear(4, 8), torch.ones(2, 4)
-        >>> with SavedTensorBytes(layer.parameters()) as kept:
-        ...     _ = layer(x)
-        >>> kept.take()
-        32
+    >>> layer, x = torch.nn.Linear(4, 8), torch.ones(2, 4)
+    >>> with SavedTensorBytes(layer.parameters()) as kept:
+    ...     _ = layer(x)
+    >>> kept.take()
+    32
     """
 
     def __init__(self, without: Iterable[Tensor]) -> None:

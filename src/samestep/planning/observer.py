@@ -31,19 +31,15 @@ from samestep.instrument.samestep_calls import samestep_calls
 from samestep.instrument.script_io import spawns
 from samestep.instrument.training import Hook, optimizers
 from samestep.launch.rank.observers import Observer, RankContext
-from samestep.planning.step_trace import StepTrace, Timestamp, timestamp
+from samestep.planning.step_trace import FEWEST, LISTENED, StepTrace, Timestamp, timestamp
 from samestep.progress import ProgressListener
 from samestep.rankenv import variable
 from samestep.verification.journal import SPAWNED, TraceWriter
 from samestep.verification.recording.adjusting import adjusted
 from samestep.verification.recording.witness import StopRecording
 
-__all__: list[str] = []
-
 RESULT = "profile.json"  # beside the journals
 WARM_UP = 3  # steps before those that are timed; each of them measures something else
-LISTENED = 3  # steps behind them in which gradients are listened to
-FEWEST = 3  # timed steps of which a median is taken
 _COUNTED = 1  # the step whose kept bytes are counted
 
 
@@ -51,7 +47,6 @@ class ProfilingObserver(Observer, ProgressListener, Callbacks):
     """Measures one training; SAMESTEP_VERIFY names a folder, how many steps are timed, and the script, for people."""
 
     def begin(self, context: RankContext) -> None:
-        """Watches from now on."""
         self._order = json.loads(variable("SAMESTEP_VERIFY") or "{}")
         self._folder = Path(self._order["folder"])
         spawned = context.spawned or context.size > 1
@@ -130,7 +125,6 @@ class ProfilingObserver(Observer, ProgressListener, Callbacks):
 
     @property
     def is_timed(self) -> bool:
-        """Whether this step is one of those that nothing disturbs."""
         return WARM_UP <= len(self.steps) < WARM_UP + int(self._order["steps"])
 
     def on_enter_step(self, optimizer: Any) -> None:
@@ -141,7 +135,6 @@ class ProfilingObserver(Observer, ProgressListener, Callbacks):
                 self._step.ready[id(parameter)] = self._ready[id(parameter)]
 
     def on_exit_step(self, optimizer: Any) -> None:
-        """Ends a step, where it is the last optimizer's."""
         if self._over or threading.get_ident() != self._thread:
             return
         self._step.samples, self._passed, self._repeats = max(self._step.samples, self._passed), 0, False
@@ -173,7 +166,6 @@ class ProfilingObserver(Observer, ProgressListener, Callbacks):
         self._begin_step()
 
     def _prepare(self) -> None:
-        """Puts in place what the next step is measured with."""
         from torch.nn import Module
 
         for root in self.roots:
@@ -186,7 +178,6 @@ class ProfilingObserver(Observer, ProgressListener, Callbacks):
             self._hook_gradients()
 
     def _remove_hooks(self) -> None:
-        """Takes away what a step was measured with."""
         while self._undo:
             self._undo.pop()()
         self._kept = None
@@ -224,7 +215,6 @@ class ProfilingObserver(Observer, ProgressListener, Callbacks):
 
     @property
     def optimizers(self) -> list[Any]:
-        """Those that have stepped."""
         return list(self._optimizers.values())
 
     def _count(self) -> None:
@@ -289,7 +279,6 @@ class ProfilingObserver(Observer, ProgressListener, Callbacks):
     # --- the end ----------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Measures the model by itself, and writes the profile, or why there is none."""
         from samestep.planning.build_profile import Observations, profile_of
 
         self._over = True

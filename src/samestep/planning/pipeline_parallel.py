@@ -22,8 +22,6 @@ from samestep.schedule.algorithms import make_schedule
 from samestep.schedule.schedule import Schedule
 from samestep.schedule.simulate import Costs, simulate
 
-__all__: list[str] = []
-
 
 def predict(
     profile: Profile,
@@ -34,15 +32,7 @@ def predict(
     memory: float = float("inf"),
     batch: int | None = None,
 ) -> PredictedStep:
-    """Returns the step of replicas of stages.
-
-    Args:
-        profile: with layers.
-        fabric: among the ranks.
-        layout: with two stages or more.
-        speed: of the devices, relative to the profiled one.
-        memory: bytes of each device.
-        batch: samples of the whole step; the profile's where None.
+    """Returns the step of replicas of stages; the arguments are those of `data_parallel.predict`.
 
     Raises:
         UsageError: no cut fits the devices' memory, or there are fewer layers than stages.
@@ -116,7 +106,6 @@ def _state(profile: Profile) -> float:
 
 
 def link_of(link: NetworkLink) -> Link:
-    """Returns a link as pipelines have it."""
     return Link(latency=link.latency_s, bandwidth=link.bytes_per_s)
 
 

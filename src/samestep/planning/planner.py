@@ -22,8 +22,6 @@ from samestep.planning.profile import Profile
 from samestep.planning.step import ParallelLayout, PredictedStep
 from samestep.text import bytes_text
 
-__all__: list[str] = []
-
 KINDS = ("data", "pipeline", "hybrid")
 MOST_STAGES = 32
 MOST_EACH = 8  # micro-batches for each stage
@@ -32,15 +30,8 @@ SCHEDULES = ("1f1b", "zero-bubble")
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """The best steps of a number of ranks.
-
-    Attributes:
-        ranks: how many.
-        steps: by kind, the fastest, or why there is none.
-    """
-
     ranks: int
-    steps: dict[str, PredictedStep | str]
+    steps: dict[str, PredictedStep | str]  # by kind, the fastest, or why there is none
 
     @property
     def best(self) -> PredictedStep | None:
@@ -51,24 +42,14 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class Planner:
-    """Predicts a training on a cluster.
-
-    Attributes:
-        profile: of one process.
-        fabric: among the ranks.
-        speed: of a device, relative to the profiled one.
-        memory: bytes of a device.
-        scale_batch: the batch grows with the ranks: each takes as many samples as the profiled process; else all take
-            those together, and the training is the same.
-        batch_factor: the batch is so many times that of the profile.
-    """
-
     profile: Profile
     fabric: ClusterFabric
-    speed: float = 1.0
-    memory: float = float("inf")
+    speed: float = 1.0  # of a device, relative to the profiled one
+    memory: float = float("inf")  # bytes of a device
+    # the batch grows with the ranks: each takes as many samples as the profiled process; else all take those
+    # together, and the training is the same
     scale_batch: bool = False
-    batch_factor: int = 1
+    batch_factor: int = 1  # the batch is so many times that of the profile
     _known: dict[int, ScalingPoint] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
@@ -77,15 +58,9 @@ class Planner:
         return data_parallel.predict(self.profile, self.fabric, ParallelLayout(1), self.speed, batch=self.samples(1))
 
     def samples(self, ranks: int) -> int:
-        """Returns how many a step has."""
         return self.profile.batch * self.batch_factor * (ranks if self.scale_batch else 1)
 
     def predict(self, ranks: int) -> ScalingPoint:
-        """Returns the best steps of so many ranks.
-
-        Raises:
-            UsageError: fewer than 1, or more than the cluster has.
-        """
         if not 1 <= ranks <= self.fabric.ranks:
             raise UsageError(f"{ranks} ranks are asked for, and the cluster has {self.fabric.ranks}: give 1 to that")
         if ranks not in self._known:
@@ -94,31 +69,28 @@ class Planner:
         return self._known[ranks]
 
     def curve(self, most: int | None = None) -> list[ScalingPoint]:
-        """Returns the points of 1, 2, 4, … ranks, and of the most."""
         most = self.fabric.ranks if most is None else most
         counts = [1 << bit for bit in range(most.bit_length()) if 1 << bit < most]
         return [self.predict(ranks) for ranks in (*counts, most)]
 
     def step(self, layout: ParallelLayout) -> PredictedStep:
-        """Returns the step of one layout.
-
-        Raises:
-            UsageError: no cut fits the devices' memory, or there are fewer layers than stages.
-        """
+        """Returns the step of one layout; UsageError where none fits, as of `pipeline_parallel.predict`."""
         batch = self.samples(layout.ranks)
         if layout.stages == 1:
             return data_parallel.predict(self.profile, self.fabric, layout, self.speed, batch=batch)
         return pipeline_parallel.predict(self.profile, self.fabric, layout, self.speed, memory=self.memory, batch=batch)
 
+    @property
+    def _layers(self) -> int:
+        return min((len(each) for each in self.profile.layers.values()), default=0)
+
     def layouts(self, kind: str, ranks: int) -> Iterator[ParallelLayout]:
-        """Yields what could be tried."""
         if kind in ("alone", "data"):
             if self.samples(ranks) >= ranks:
                 yield ParallelLayout(ranks)
             return
-        layers = min((len(each) for each in self.profile.layers.values()), default=0)
         for count in (ranks,) if kind == "pipeline" else _divisors(ranks):
-            if count <= min(layers, MOST_STAGES):
+            if count <= min(self._layers, MOST_STAGES):
                 yield from self._orders(ranks // count, count)
 
     def _orders(self, copies: int, count: int) -> Iterator[ParallelLayout]:
@@ -146,15 +118,13 @@ class Planner:
         return max(found, key=lambda one: one.rate, default=None) or reason
 
     def _none(self, kind: str, ranks: int) -> str:
-        """Why there is no such way at all."""
         if kind in ("alone", "data"):
             return f"a batch of {self.samples(ranks)} samples is smaller than {ranks} ranks"
         if self.profile.uncut:
             return self.profile.uncut
-        if kind == "hybrid" and not any(True for _ in _divisors(ranks)):
+        if kind == "hybrid" and not any(_divisors(ranks)):
             return f"{ranks} ranks are no replicas of several stages"
-        layers = min((len(each) for each in self.profile.layers.values()), default=0)
-        return f"{layers} layers, and batches of {self.samples(ranks)} samples, are too few for {ranks} ranks"
+        return f"{self._layers} layers, and batches of {self.samples(ranks)} samples, are too few for {ranks} ranks"
 
 
 def _divisors(ranks: int) -> Iterator[int]:

@@ -21,43 +21,24 @@ from samestep.files import write_atomic
 from samestep.parsing import many, read, whole
 from samestep.pipelines.layers import Layer
 
-__all__: list[str] = []
-
 VERSION = 1
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A parameter's gradient.
-
-    Attributes:
-        name: of the parameter in the model.
-        nbytes: of the gradient.
-        ready_s: from the start of the backward.
-    """
-
-    name: str
+    name: str  # of the parameter in the model
     nbytes: int
-    ready_s: float
+    ready_s: float  # from the start of the backward
 
 
 @dataclass(frozen=True)
 class BatchTime:
-    """What the whole model takes for a batch of some size.
-
-    Attributes:
-        samples: of the batch.
-        forward_s: seconds of the forward.
-        backward_s: seconds of the backward.
-    """
-
     samples: int
     forward_s: float
     backward_s: float
 
     @property
     def seconds(self) -> float:
-        """Seconds of both."""
         return self.forward_s + self.backward_s
 
 
@@ -77,55 +58,29 @@ _DIGITS = 18  # of a number of samples
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What one process's training is.
-
-    Attributes:
-        script: that was measured.
-        machine: on which, in words.
-        torch: its version.
-        batch: samples of a step.
-        steps: that were measured.
-        data_s: seconds a step waits for samples; these and the following are medians.
-        forward_s: seconds of the forward.
-        backward_s: seconds of the backward.
-        optimizer_s: seconds of the update.
-        other_s: seconds of all else.
-        step_low_s: what the faster quarter of the steps took.
-        step_high_s: what the slower quarter took.
-        gradients: in the order in which they are ready.
-        parameter_bytes: of the model.
-        buffer_bytes: likewise.
-        optimizer_bytes: what the optimizer remembers.
-        activation_bytes: kept from forward to backward, for `batch` samples; where a step has micro-batches, for one.
-        sizes: forward and backward of batches of several sizes; empty where only the step itself is known.
-        layers: what they cost, by samples of a micro-batch; empty where the model cannot be cut.
-        uncut: why there are no layers; None where there are.
-        per_rank: the batch is that of each rank: the script deals its data out by torch's DistributedSampler.
-
-    Raises:
-        UsageError: a batch given twice, no gradients, a step of no time, or unlike numbers of layers.
-    """
-
     script: str
-    machine: str
+    machine: str  # on which, in words
     torch: str
-    batch: int = field(metadata=read(whole(1)))
+    batch: int = field(metadata=read(whole(1)))  # samples of a step
     steps: int = field(metadata=read(whole(1)))
-    data_s: float
+    data_s: float  # seconds that a step waits for samples; these and the following are medians
     forward_s: float
     backward_s: float
-    optimizer_s: float
-    other_s: float
-    step_low_s: float
-    step_high_s: float
-    gradients: tuple[Gradient, ...] = field(metadata=read(many(Gradient)))
-    parameter_bytes: int
-    buffer_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int
+    optimizer_s: float  # seconds of the update
+    other_s: float  # seconds of all else
+    step_low_s: float  # what the faster quarter of the steps took
+    step_high_s: float  # what the slower quarter took
+    gradients: tuple[Gradient, ...] = field(metadata=read(many(Gradient)))  # in the order in which they are ready
+    parameter_bytes: int  # of the model
+    buffer_bytes: int  # likewise
+    optimizer_bytes: int  # what the optimizer remembers
+    activation_bytes: int  # kept from forward to backward, for `batch` samples; where a step has micro-batches, for one
+    # forward and backward of batches of several sizes; empty where only the step itself is known
     sizes: tuple[BatchTime, ...] = field(metadata=read(many(BatchTime)), default=())
+    # what they cost, by samples of a micro-batch; empty where the model cannot be cut
     layers: Mapping[int, tuple[Layer, ...]] = field(metadata=read(_read_layers), default_factory=dict)
-    uncut: str | None = None
+    uncut: str | None = None  # why there are no layers; None where there are
+    # the batch is that of each rank: the script deals its data out by torch's DistributedSampler
     per_rank: bool = False
 
     def __post_init__(self) -> None:
@@ -142,7 +97,6 @@ class Profile:
 
     @property
     def step_s(self) -> float:
-        """What a step takes."""
         return self.data_s + self.forward_s + self.backward_s + self.optimizer_s + self.other_s
 
     @property
@@ -156,15 +110,11 @@ class Profile:
 
 
 def load(path: str | Path) -> Profile:
-    """Returns a profile that was saved.
+    """Returns a profile that was saved; the error says which field is wrong.
 
-    Raises:
-        UsageError: there is no such file, or it is no profile that can be read here; says which field is wrong.
-
-    Example:
-        >>> load("nowhere.json")
-        Traceback (most recent call last):
-        samestep.errors.UsageError: nowhere.json: no such file: samestep plan --save-profile makes one
+    >>> load("nowhere.json")
+    Traceback (most recent call last):
+    samestep.errors.UsageError: nowhere.json: no such file: samestep plan --save-profile makes one
     """
     given = parsing.parse_json(parsing.read_text(path, "samestep plan --save-profile makes one"), str(path))
     try:
@@ -174,11 +124,6 @@ def load(path: str | Path) -> Profile:
 
 
 def parse(given: Any) -> Profile:
-    """Returns the profile of a JSON object.
-
-    Raises:
-        UsageError: another version, a missing or unknown field, or a value that cannot be.
-    """
     version = given.get("v") if isinstance(given, dict) else None
     if version != VERSION:
         raise UsageError(f"a profile of version {version}, and this samestep reads {VERSION}: measure it again")

@@ -11,7 +11,6 @@ DistributedDataParallel. What it prints is kept out of sight, and is told where 
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,11 +21,10 @@ from samestep.launch.rank.environment import threads_per_rank
 from samestep.launch.rank.script import find_module
 from samestep.launch.start.prefork_server import PreforkServer
 from samestep.pipelines.plan import ProgressLine
-from samestep.planning.observer import FEWEST, RESULT
+from samestep.planning.observer import RESULT
 from samestep.planning.profile import Profile, load
+from samestep.planning.step_trace import FEWEST
 from samestep.verification import journal, runs
-
-__all__: list[str] = []
 
 OBSERVER = "samestep.planning.observer:ProfilingObserver"
 
@@ -81,55 +79,40 @@ def profile_script(
         >>> profile.batch, profile.parameter_bytes, len(profile.gradients), profile.uncut
         (8, 40, 2, 'it is a single layer')
     """
-    _check(script, steps, is_module=is_module)
-    program = runs.Script(program=str(script), arguments=tuple(args), is_module=is_module)
-    folder = Path(tempfile.mkdtemp(prefix="samestep-plan-"))
-    try:
-        with ProgressLine() as telling:
-            ended = _run(program, steps, folder / "run", progress or telling.say, threads, fork_server)
-        return _result(program, ended)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _check(script: str | Path, steps: int, *, is_module: bool) -> None:
     if steps < FEWEST:
         raise UsageError(f"steps={steps}: the median of {FEWEST} or more is taken")
     if is_module and find_module(str(script)) is None:
         raise UsageError(f"there is no module {script}: check the name, and that it is installed")
     if not is_module and not Path(script).exists():
         raise UsageError(f"there is no script {script}: check the path")
-
-
-def _run(
-    program: runs.Script,
-    steps: int,
-    folder: Path,
-    say: Say,
-    threads: int | None,
-    fork_server: PreforkServer | None,
-) -> runs.Ended:
-    said: list[str] = []
-
-    def look(where: Path, _: float) -> None:
-        latest = [event["text"] for event in journal.read(where / "journals", 0) if event["kind"] == "at"][-1:]
-        if latest != said:
-            said[:] = latest
-            say(said[0])
-
+    program = runs.Script(program=str(script), arguments=tuple(args), is_module=is_module)
     order = {"script": " ".join(program.words()), "steps": steps}
-    say(f"starting {program.program}")
-    return runs.run(
-        program,
-        1,
-        folder,
-        OBSERVER,
-        order,
-        threads=threads or threads_per_rank(1),
-        still_s=runs.HANG_TIMEOUT_S,
-        fork_server=fork_server,
-        progress=look,
-    )
+    said: list[str] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="samestep-plan-", ignore_cleanup_errors=True) as folder,
+        ProgressLine() as telling,
+    ):
+        say = progress or telling.say
+
+        def look(where: Path, _: float) -> None:
+            latest = [event["text"] for event in journal.read(where / "journals", 0) if event["kind"] == "at"][-1:]
+            if latest != said:
+                said[:] = latest
+                say(said[0])
+
+        say(f"starting {program.program}")
+        ended = runs.run(
+            program,
+            1,
+            Path(folder) / "run",
+            OBSERVER,
+            order,
+            threads=threads or threads_per_rank(1),
+            still_s=runs.HANG_TIMEOUT_S,
+            fork_server=fork_server,
+            progress=look,
+        )
+        return _result(program, ended)
 
 
 def _result(program: runs.Script, ended: runs.Ended) -> Profile:
@@ -140,7 +123,8 @@ def _result(program: runs.Script, ended: runs.Ended) -> Profile:
     if (ended.folder / "journals" / journal.SPAWNED).exists():
         raise UsageError(f"{name} starts its own ranks: profile a script that trains in the process it is started in")
     if ended.hung:
-        raise UsageError(f"{name} stands still{_position(ended)}: see whether `samestep run -n 1` ends")
+        place = runs.stack_positions(ended.folder).get(0)
+        raise UsageError(f"{name} stands still{f' at {place}' if place else ''}: see whether `samestep run -n 1` ends")
     if ended.code:
         raise UsageError(f"{name} fails by itself{_reason(ended)}")
     refused = [str(event["why"]) for event in events if event["kind"] == "refused"]
@@ -168,8 +152,3 @@ def _reason(ended: runs.Ended) -> str:
     where = f" at {failure['where']}" if failure.get("where") else ""
     said = " ".join(str(failure.get("message") or "").split())[:300]
     return f"{where}: {failure['exception']}: {said}" if said else f"{where}: {failure['exception']}"
-
-
-def _position(ended: runs.Ended) -> str:
-    place = runs.stack_positions(ended.folder).get(0)
-    return f" at {place}" if place else ""

@@ -17,21 +17,13 @@ from samestep import parsing
 from samestep.errors import UsageError
 from samestep.parsing import positive, read, whole
 
-__all__: list[str] = []
-
 BUCKETS = "SAMESTEP_BUCKETS"  # the variable that every rank gets
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run is to be started with.
-
-    Attributes:
-        processes: on each host; None leaves it to the run.
-        buckets: MiB of a gradient bucket; None leaves it to the script.
-    """
-
-    processes: int | None = field(metadata=read(whole(1)), default=None)
+    processes: int | None = field(metadata=read(whole(1)), default=None)  # on each host; None leaves it to the run
+    # MiB of a gradient bucket; None leaves it to the script
     buckets: float | None = field(metadata=read(positive), default=None)
 
     @property
@@ -53,11 +45,6 @@ class Settings:
 
 
 def load(path: Path) -> Settings:
-    """Returns the settings of a file.
-
-    Raises:
-        UsageError: it is missing or not TOML, has a key that is unknown, or a value that cannot be.
-    """
     text = parsing.read_text(path, f"`samestep plan … --apply {path}` makes it", name=f"--settings {path}")
     given = parsing.parse_toml(text, f"--settings {path}")
     try:

@@ -20,29 +20,15 @@ from typing import Any
 from samestep.errors import UsageError
 from samestep.planning.profile import Profile
 
-__all__: list[str] = []
-
 MESSAGE_ERROR = 0.15  # of predicted messages, as measured over limited links: docs/plan.md
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How ranks are used.
-
-    Attributes:
-        replicas: that sum their gradients.
-        stages: of each replica, a rank each.
-        micro_batches: that a replica's batch is cut into; 1 without stages.
-        schedule: in which order the stages work.
-
-    Raises:
-        UsageError: a number below 1.
-    """
-
-    replicas: int
-    stages: int = 1
-    micro_batches: int = 1
-    schedule: str = "1f1b"
+    replicas: int  # that sum their gradients
+    stages: int = 1  # of each replica, a rank each
+    micro_batches: int = 1  # that a replica's batch is cut into; 1 without stages
+    schedule: str = "1f1b"  # in which order the stages work
 
     def __post_init__(self) -> None:
         if min(self.replicas, self.stages, self.micro_batches) < 1:
@@ -53,7 +39,6 @@ class ParallelLayout:
 
     @property
     def ranks(self) -> int:
-        """How many are used."""
         return self.replicas * self.stages
 
     def __str__(self) -> str:
@@ -67,35 +52,21 @@ class ParallelLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBreakdown:
-    """What a step goes into, in seconds.
+    """What a step goes into, in seconds."""
 
-    Attributes:
-        data: waiting for samples.
-        work: forward and backward of one rank's share, if nothing were lost by dividing it.
-        smaller: what kernels lose on smaller batches.
-        imbalance: of batches that do not divide evenly, and of stages that are not alike.
-        bubble: of the schedule, if all stages were alike.
-        messages: between stages.
-        latency: of the all-reduces, as far as it is not hidden behind the backward.
-        transfer: of their bytes, likewise.
-        optimizer: the update.
-        other: what the script does besides.
-    """
-
-    data: float = 0.0
-    work: float = 0.0
-    smaller: float = 0.0
-    imbalance: float = 0.0
-    bubble: float = 0.0
-    messages: float = 0.0
-    latency: float = 0.0
-    transfer: float = 0.0
+    data: float = 0.0  # waiting for samples
+    work: float = 0.0  # forward and backward of one rank's share, if nothing were lost by dividing it
+    smaller: float = 0.0  # what kernels lose on smaller batches
+    imbalance: float = 0.0  # of batches that do not divide evenly, and of stages that are not alike
+    bubble: float = 0.0  # of the schedule, if all stages were alike
+    messages: float = 0.0  # between stages
+    latency: float = 0.0  # of the all-reduces, as far as it is not hidden behind the backward
+    transfer: float = 0.0  # of their bytes, likewise
     optimizer: float = 0.0
-    other: float = 0.0
+    other: float = 0.0  # what the script does besides
 
     @cached_property
     def seconds(self) -> float:
-        """The whole."""
         return sum(self.shares().values())
 
     def shares(self) -> dict[str, float]:
@@ -123,40 +94,23 @@ WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedStep:
-    """A step that is predicted.
-
-    Attributes:
-        layout: how the ranks are used.
-        parts: what it goes into.
-        low: seconds that it hardly undercuts.
-        high: seconds that it hardly exceeds.
-        samples: of the whole step.
-        memory: bytes on the fullest device.
-        algorithm: of the all-reduce; empty where there is none.
-        buckets: bytes of each, in the order in which they are summed.
-        hidden: the part of the all-reduce that runs beside the backward; 1 where there is none.
-        ends: by stage, the layer behind its last.
-    """
-
-    layout: ParallelLayout
-    parts: StepBreakdown
-    low: float
-    high: float
-    samples: int
-    memory: float
-    algorithm: str = ""
-    buckets: tuple[int, ...] = ()
-    hidden: float = 1.0
-    ends: tuple[int, ...] = ()
+    layout: ParallelLayout  # how the ranks are used
+    parts: StepBreakdown  # what it goes into
+    low: float  # seconds that it hardly undercuts
+    high: float  # seconds that it hardly exceeds
+    samples: int  # of the whole step
+    memory: float  # bytes on the fullest device
+    algorithm: str = ""  # of the all-reduce; empty where there is none
+    buckets: tuple[int, ...] = ()  # bytes of each, in the order in which they are summed
+    hidden: float = 1.0  # the part of the all-reduce that runs beside the backward; 1 where there is none
+    ends: tuple[int, ...] = ()  # by stage, the layer behind its last
 
     @property
     def seconds(self) -> float:
-        """What it takes."""
         return self.parts.seconds
 
     @property
     def rate(self) -> float:
-        """Samples a second."""
         return self.samples / self.seconds if self.seconds else float("inf")
 
     def bottleneck(self) -> str:
@@ -167,7 +121,6 @@ class PredictedStep:
         return name if shares[name] > 0.25 * work else "work"
 
     def as_json(self) -> dict[str, Any]:
-        """Returns every number."""
         numbers = {name: value for name, value in asdict(self).items() if name not in ("layout", "parts")}
         return {
             "way": asdict(self.layout),

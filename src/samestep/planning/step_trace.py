@@ -18,22 +18,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-__all__: list[str] = []
-
 PARTS = ("data", "forward", "backward", "optimizer", "other")
+FEWEST = 3  # undisturbed steps that are timed, of which a median is taken
+LISTENED = 3  # steps behind them in which gradients are listened to
 
 
 @dataclass(frozen=True)
 class Timestamp:
-    """A moment.
-
-    Attributes:
-        ns: nanoseconds of this process's clock.
-        event: one of CUDA's, once the process uses a GPU.
-    """
-
-    ns: int
-    event: Any = None
+    ns: int  # nanoseconds of this process's clock
+    event: Any = None  # one of CUDA's, once the process uses a GPU
 
     def until(self, later: Timestamp) -> float:
         """Returns the seconds from here to a later moment; waits for the device to come by.
@@ -48,7 +41,6 @@ class Timestamp:
 
 
 def timestamp() -> Timestamp:
-    """Returns this moment."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
         return Timestamp(time.perf_counter_ns())
@@ -59,32 +51,22 @@ def timestamp() -> Timestamp:
 
 @dataclass
 class StepTrace:
-    """A step, as far as it has come.
+    """A step, as far as it has come."""
 
-    Attributes:
-        pieces: what the process was at, and since when.
-        ended: when the step was over; None before.
-        passes: backward passes so far.
-        ready: by parameter, the backward pass that its gradient was ready in, and when.
-        samples: of the step; 0 where nobody has told.
-        kept: bytes kept from a forward to its backward, of the pass that keeps most; 0 where nobody has counted.
-    """
-
-    pieces: list[tuple[str, Timestamp]]
-    ended: Timestamp | None = None
-    passes: int = 0
+    pieces: list[tuple[str, Timestamp]]  # what the process was at, and since when
+    ended: Timestamp | None = None  # when the step was over; None before
+    passes: int = 0  # backward passes so far
+    # by parameter, the backward pass that its gradient was ready in, and when
     ready: dict[int, tuple[int, Timestamp]] = field(default_factory=dict)
-    samples: int = 0
-    kept: int = 0
+    samples: int = 0  # of the step; 0 where nobody has told
+    kept: int = 0  # bytes kept from a forward to its backward, of the pass that keeps most; 0 where nobody has counted
 
     def begin(self, name: str) -> None:
-        """Notes what the process is at from now on."""
         if self.pieces[-1][0] != name:
             self.pieces.append((name, timestamp()))
 
     @property
     def seconds(self) -> float:
-        """From its begin to its end."""
         return self.pieces[0][1].until(self._end())
 
     def parts(self) -> dict[str, float]:
@@ -97,11 +79,9 @@ class StepTrace:
     def ready_fractions(self) -> dict[int, float]:
         """Returns, by parameter, the part of the step's backward passes that is over when its gradient is ready.
 
-        Example:
-            >>> spans = [("forward", Timestamp(0)), ("backward", Timestamp(10))]
-            >>> step = StepTrace(spans, Timestamp(30), 1, {7: (1, Timestamp(15))})
-            >>> step.ready_fractions()
-            {7: 0.25}
+        >>> spans = [("forward", Timestamp(0)), ("backward", Timestamp(10))]
+        >>> StepTrace(spans, Timestamp(30), 1, {7: (1, Timestamp(15))}).ready_fractions()
+        {7: 0.25}
         """
         spans = self._spans()
         passes = [n for n, (name, _) in enumerate(self.pieces) if name == "backward"]
