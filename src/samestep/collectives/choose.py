@@ -24,8 +24,6 @@ from samestep.network.links import Link, Links
 from samestep.network.pricing import Price, price_lines
 from samestep.text import bytes_text, seconds_text
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Candidate:

@@ -29,8 +29,6 @@ from collections.abc import Sequence
 from samestep.collectives.segments import process_alive
 from samestep.errors import PeerError
 
-__all__: list[str] = []
-
 READY, DONE, DATA, ACK = range(4)  # the counters of a rank
 _CLOSED = 4
 _LINE = 64  # bytes of a cache line: a rank that writes disturbs no reader of another's

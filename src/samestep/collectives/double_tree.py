@@ -36,8 +36,6 @@ from samestep.collectives.plan import Plan
 from samestep.collectives.rounds import with_root
 from samestep.network.messages import Ints, Messages, reverse, send
 
-__all__: list[str] = []
-
 
 class Edges(NamedTuple):
     """Edges from a rank to one below it: all of the first tree, then all of the second.

@@ -29,8 +29,6 @@ from samestep.collectives.plan import Plan, check_ranks
 from samestep.collectives.rounds import fold, gather_idle, scatter_idle
 from samestep.network.messages import Messages, send
 
-__all__: list[str] = []
-
 
 def all_reduce(ranks: int) -> Plan:
     """Returns the plan by which all ranks end with the sum.

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from samestep.collectives.plan import Plan, execute
 from samestep.errors import UsageError
 
-__all__: list[str] = []
-
 
 class ExpressionTable:
     """Makes expressions, each only once.

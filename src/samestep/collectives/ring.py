@@ -24,8 +24,6 @@ import numpy as np
 from samestep.collectives.plan import Plan, check_ranks
 from samestep.network.messages import Ints, MessageRound, Messages
 
-__all__: list[str] = []
-
 
 def all_reduce(ranks: int) -> Plan:
     """Returns the plan by which all ranks end with the sum.

@@ -14,8 +14,6 @@ import numpy as np
 
 from samestep.network.messages import Ints, MessageRound, Messages, remap, send
 
-__all__: list[str] = []
-
 
 def with_root(rounds: Iterable[Messages], ranks: int, root: int) -> Iterator[Messages]:
     """Yields the rounds with rank 0 played by `root`, and every other by the rank as far behind it."""

@@ -38,8 +38,6 @@ from samestep.collectives.plan import Operation, Plan
 from samestep.collectives.rounds import with_root
 from samestep.network.messages import Messages, reverse, send
 
-__all__: list[str] = []
-
 
 def all_reduce(ranks: int, segments: int = 2) -> Plan:
     """Returns the ring's all-reduce with each of its chunks cut into `segments`.

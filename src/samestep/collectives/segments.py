@@ -18,9 +18,6 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__: list[str] = []
-
-
 NAME = "samestep"  # by which /proc shows it
 MADE = re.compile(rf"(/memfd:{NAME}|/.*/torch_\d+_\d+_\d+) \(deleted\)")  # a tensor's is torch's
 

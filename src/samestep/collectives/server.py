@@ -27,8 +27,6 @@ from samestep.collectives.rounds import with_root
 from samestep.errors import UsageError
 from samestep.network.messages import AllToAll, Messages, reverse, send
 
-__all__: list[str] = []
-
 
 def all_reduce(ranks: int, servers: int = 1) -> Plan:
     """Returns the plan by which all ranks end with the sum.

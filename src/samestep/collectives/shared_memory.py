@@ -36,8 +36,6 @@ from samestep.collectives.counters import DONE, READY, SharedCounters
 from samestep.collectives.segments import open_segment, shared_segment
 from samestep.errors import StepError
 
-__all__: list[str] = []
-
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  (where torch makes shared storages; they have no name for longer than that)
 BLOCK = 1 << 19  # bytes of all ranks' blocks together: half of a core's own cache
 ALIGNMENT = 64  # bytes: no two ranks write to one cache line

@@ -34,8 +34,6 @@ from samestep.collectives.rounds import in_parallel
 from samestep.errors import UsageError
 from samestep.network.messages import Ints, Messages, remap
 
-__all__: list[str] = []
-
 
 def all_reduce(rows: int, columns: int, parts: int = 1) -> Plan:
     """Returns the plan by which all ranks end with the sum; rank r stands in row r / columns, column r % columns.

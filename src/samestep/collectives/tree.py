@@ -27,8 +27,6 @@ from samestep.collectives.plan import Plan, check_ranks
 from samestep.collectives.rounds import with_root
 from samestep.network.messages import Messages, reverse, send
 
-__all__: list[str] = []
-
 
 def broadcast(ranks: int, root: int = 0) -> Plan:
     """Returns the plan by which all ranks end with what `root` has.

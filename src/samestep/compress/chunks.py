@@ -19,8 +19,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__: list[str] = []
-
 MAX_CHUNK = 1 << 20  # elements of a piece, and of a chunk of several
 
 

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from samestep.errors import UsageError
 
-__all__: list[str] = []
-
 HALVES = (torch.float16, torch.bfloat16)
 
 

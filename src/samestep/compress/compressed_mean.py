@@ -32,8 +32,6 @@ from samestep.compress.error_feedback import ErrorFeedback
 from samestep.compress.powersgd import PowerSGD, as_matrix, first_guess, orthonormal
 from samestep.compress.topk import TopK, largest_places
 
-__all__: list[str] = []
-
 PLAIN = Plain()
 
 

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from samestep.compress.chunks import Chunk
 
-__all__: list[str] = []
-
 State = dict[str, dict[str, Tensor]]  # kind -> piece -> [elements]
 
 

@@ -21,8 +21,6 @@ from torch import Tensor
 from samestep.compress.codecs import Codec, is_int
 from samestep.errors import UsageError
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(Codec):

@@ -24,8 +24,6 @@ from torch import Tensor
 from samestep.compress.codecs import Codec, is_int
 from samestep.errors import UsageError
 
-__all__: list[str] = []
-
 FIRST = 0.25  # of the elements, when a warm-up begins
 _SAMPLED = 16_384  # elements that the guess is made from
 _SPARE = 1.3  # times as many as wanted are expected above the guess

@@ -55,8 +55,6 @@ from samestep.network.topologies.topology import LinkTypes, Switch, Topology
 from samestep.network.topologies.torus import Torus
 from samestep.parsing import BANDWIDTH, BYTES, TIME, one_of, positive, quantity, read, whole
 
-__all__: list[str] = []
-
 _KINDS = ("switch", "ring", "torus", "fat-tree", "dragonfly", "slim-fly")
 _MOST_LINKS = 100_000_000  # a few arrays of one number for each fit, of 0.8 GB
 _MOST = 10_000_000  # ranks: what is a few numbers for each still fits a machine's memory

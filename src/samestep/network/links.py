@@ -25,8 +25,6 @@ from itertools import combinations
 from samestep.errors import UsageError
 from samestep.text import bytes_text, seconds_text
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Link:

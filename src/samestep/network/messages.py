@@ -18,8 +18,6 @@ import numpy as np
 from numpy import bool_, float64, int64
 from numpy.typing import NDArray
 
-__all__: list[str] = []
-
 Ints = NDArray[int64]
 Floats = NDArray[float64]
 Bools = NDArray[bool_]

@@ -29,8 +29,6 @@ from samestep.network.messages import Ints
 from samestep.network.topologies.topology import Topology
 from samestep.seeding import derive_seed
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Placement:

@@ -51,8 +51,6 @@ from samestep.network.routing import MINIMAL, Routing, link_loads
 from samestep.network.topologies.topology import Topology
 from samestep.text import seconds_text
 
-__all__: list[str] = []
-
 T = TypeVar("T")
 
 _MOST = 4_000_000  # messages of an all-to-all that are counted: in a second or two

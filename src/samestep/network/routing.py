@@ -27,8 +27,6 @@ from samestep.network.messages import Floats, Ints
 from samestep.network.topologies.topology import Hop, Segments, Topology
 from samestep.seeding import GOLDEN, derive_seed, splitmix64
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Routing:

@@ -29,8 +29,6 @@ from samestep.runtime.axis import Axis
 from samestep.runtime.exchange import all_gather_json
 from samestep.runtime.scalar_sums import PendingSum, StepTag
 
-__all__: list[str] = []
-
 Ranges = Sequence[tuple[int, int]]  # by micro-batch, its samples
 
 SAMPLED_VALUES = 64  # of a tensor, spread over all of it

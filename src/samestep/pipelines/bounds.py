@@ -40,8 +40,6 @@ import numpy as np
 from samestep.pipelines.layers import Device, Layer, Link
 from samestep.schedule.schedule import ACCUMULATES, BACKWARDS, Action, Actions, Schedule
 
-__all__: list[str] = []
-
 Ends = tuple[int, ...]
 
 

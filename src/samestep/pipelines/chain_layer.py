@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__: list[str] = []
-
 Call = Callable[[Any], Any]  # what one layer gives -> what the next gives; several tensors are a tuple
 
 

@@ -20,8 +20,6 @@ import torch
 
 from samestep.data.batches import tensors_of, to_device
 
-__all__: list[str] = []
-
 
 class DeviceCopier:
     """Copies batches from one device to another; to the same device they stay what they are.

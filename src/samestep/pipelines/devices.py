@@ -19,8 +19,6 @@ from samestep.runtime.device import check_no_shared_gpu, choose_device, gpu_uuid
 from samestep.runtime.exchange import all_gather_json, raise_on_all_ranks
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 DevicesArg = Sequence[torch.device | str] | int | None
 
 

@@ -19,8 +19,6 @@ from samestep.pipelines.report import StepTimer
 from samestep.pipelines.stage import LossOf, Stage, Tensors
 from samestep.schedule.schedule import BACKWARDS, Action, Schedule
 
-__all__: list[str] = []
-
 
 class Transport(Protocol):
     """Carries the results of actions to the stages that need them."""

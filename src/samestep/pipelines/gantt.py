@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
     from PIL.ImageFont import FreeTypeFont
 
-__all__: list[str] = []
-
 NEEDS = {".html": ("plotly", "plotly"), ".png": ("Pillow", "PIL")}  # by the kind of file: package and module
 COLOURS = {  # that the colour-blind can tell apart: Okabe and Ito
     "F": ("forward", "#56B4E9"),

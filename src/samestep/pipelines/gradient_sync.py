@@ -35,8 +35,6 @@ from samestep.runtime.hosts import open_counters
 from samestep.runtime.world import World
 from samestep.seeding import derive_seed
 
-__all__: list[str] = []
-
 BUCKET_BYTES = 25 << 20  # that travel together, as in DistributedDataParallel
 
 

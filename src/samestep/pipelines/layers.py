@@ -16,8 +16,6 @@ import numpy as np
 from samestep.errors import UsageError
 from samestep.schedule.schedule import Schedule
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Layer:

@@ -25,8 +25,6 @@ from samestep.pipelines.stage import Tensors
 from samestep.runtime import rng
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 LossFn = Callable[[Any, Any], Tensor]
 WeightFn = Callable[[Any], float]
 MAX_SLICES = 4  # of a batch, that are compared

@@ -32,8 +32,6 @@ from samestep.pipelines.chain_layer import Call, ChainLayer, extract
 from samestep.pipelines.splitting import SplitForward
 from samestep.pipelines.tied_weights import TiedWeight, parameter_places
 
-__all__: list[str] = []
-
 AnyModel = nn.Module | ExportedProgram | Sequence[nn.Module]
 
 _DROPOUT = torch.ops.aten.dropout.default

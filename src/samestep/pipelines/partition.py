@@ -42,8 +42,6 @@ from samestep.schedule.schedule import Schedule
 from samestep.schedule.simulate import Costs, simulate
 from samestep.text import bytes_text
 
-__all__: list[str] = []
-
 STATE = 4.0  # copies of the parameters: themselves, gradients, and two of Adam's
 MAX_SIMULATED = 1000  # partitions: some 10 s with 100 layers on 8 stages
 MAX_SIMULATED_INTERLEAVED = 300  # which take longer to simulate

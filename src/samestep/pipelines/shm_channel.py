@@ -35,8 +35,6 @@ from samestep.runtime.axis import Axis
 from samestep.runtime.exchange import all_gather_json
 from samestep.runtime.hosts import gather_host_map
 
-__all__: list[str] = []
-
 SLOTS = 1 << 13  # pending messages; with more in a step both ranks could wait for each other to receive
 MIN_BUFFER = 1 << 20  # bytes
 _SLOT = struct.Struct("=qqqqq")  # number of the message; number, descriptor and length of its buffer; offset in it

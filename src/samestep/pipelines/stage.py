@@ -19,8 +19,6 @@ from samestep.errors import ModelError
 from samestep.pipelines.device_copy import on_device
 from samestep.pipelines.split_backward import SplitBackward
 
-__all__: list[str] = []
-
 Tensors = tuple[Tensor, ...]
 LossOf = Callable[[Tensors], Tensor]  # outputs -> the micro-batch's part of the step's loss, a scalar
 

@@ -24,8 +24,6 @@ from torch import Tensor
 
 from samestep.errors import ModelError
 
-__all__: list[str] = []
-
 MAX_TENSORS = 8  # of a message
 MAX_GAP = 4  # times as much memory as elements, for a tensor with gaps
 HEADER_BYTES = 4096

@@ -23,8 +23,6 @@ from samestep.pipelines.chain_layer import ChainLayer
 from samestep.runtime.axis import Axis
 from samestep.runtime.device import message_device
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class TiedWeight:

@@ -31,8 +31,6 @@ from samestep.launch.rank.user_code import is_user_file, own_line, relative_path
 from samestep.pipelines.chain_layer import preserve_state
 from samestep.runtime import rng
 
-__all__: list[str] = []
-
 FACTORIES = (
     "arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor",
     "zeros",

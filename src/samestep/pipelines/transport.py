@@ -36,8 +36,6 @@ from samestep.runtime.axis import Axis
 from samestep.runtime.device import message_device
 from samestep.schedule.schedule import Action, Schedule
 
-__all__: list[str] = []
-
 
 class Channel(Protocol):
     """Messages to and from one other rank, first in, first out in each direction.

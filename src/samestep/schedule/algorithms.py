@@ -14,8 +14,6 @@ from samestep.errors import UsageError
 from samestep.schedule.schedule import Action, Actions, Schedule, actions
 from samestep.topology import cut_evenly
 
-__all__: list[str] = []
-
 
 def fill_drain(ranks: int, micro_batches: int) -> Schedule:
     """All forwards, then all backwards (GPipe).

@@ -32,8 +32,6 @@ from typing import Literal, NamedTuple, get_args
 
 from samestep.errors import UsageError
 
-__all__: list[str] = []
-
 Kind = Literal["F", "B", "I", "W"]
 BACKWARDS = ("B", "I")  # what the stage before waits for
 ACCUMULATES = ("B", "W")  # what adds to the gradients of weights

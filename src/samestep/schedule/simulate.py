@@ -24,8 +24,6 @@ from typing import NamedTuple
 from samestep.errors import UsageError
 from samestep.schedule.schedule import Action, Schedule
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Costs:

@@ -31,8 +31,6 @@ from samestep.network.links import Link
 from samestep.network.messages import Ints
 from samestep.network.topologies.topology import Hop, LinkTypes, Segments, Size, Topology, whole
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Dragonfly(Topology):

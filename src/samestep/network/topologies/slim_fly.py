@@ -50,8 +50,6 @@ from samestep.network.links import Link
 from samestep.network.messages import Ints
 from samestep.network.topologies.topology import Hop, Segments, Size, Topology, whole
 
-__all__: list[str] = []
-
 MOST = 128  # of q: 32,768 switches; beyond it the tables of the field, quadratic in q, take seconds to make
 
 

@@ -31,8 +31,6 @@ from samestep.errors import UsageError
 from samestep.network.links import Link
 from samestep.network.messages import Floats, Ints
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class LinkTypes:

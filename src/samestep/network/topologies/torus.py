@@ -33,8 +33,6 @@ from samestep.network.links import Link
 from samestep.network.messages import Floats, Ints
 from samestep.network.topologies.topology import Hop, LinkTypes, Segments, Size, Topology, whole
 
-__all__: list[str] = []
-
 Place = TypeVar("Place", int, Any)  # one host, or an array of them
 
 
