@@ -64,19 +64,12 @@ class ExpressionTable:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SumExpr:
-    """An expression; made by :class:`ExpressionTable`.
+    """An expression; made by :class:`ExpressionTable`."""
 
-    Attributes:
-        sums: that made it.
-        number: no other expression of `sums` has it.
-        ranks: whose contributions are in it, one bit each.
-        parts: the two that were added; none if it is what one rank brought.
-    """
-
-    sums: ExpressionTable
-    number: int
-    ranks: int
-    parts: tuple[SumExpr, ...]
+    sums: ExpressionTable  # that made it
+    number: int  # no other expression of `sums` has it
+    ranks: int  # whose contributions are in it, one bit each
+    parts: tuple[SumExpr, ...]  # the two that were added; none if it is what one rank brought
 
     def __add__(self, other: SumExpr) -> SumExpr:
         return self.sums.add(self, other)

@@ -37,15 +37,10 @@ PLAIN = Plain()
 
 @dataclass(frozen=True)
 class AllToAll:
-    """A message to every rank, its own part each.
+    """A message to every rank, its own part each."""
 
-    Attributes:
-        packets: [sum of counts, bytes], rank after rank.
-        counts: rows for each rank; as many come from each as are this rank's own.
-    """
-
-    packets: Tensor
-    counts: tuple[int, ...]
+    packets: Tensor  # [sum of counts, bytes], rank after rank
+    counts: tuple[int, ...]  # rows for each rank; as many come from each as are this rank's own
 
 
 @dataclass(frozen=True)
@@ -61,23 +56,14 @@ Reduction = Generator[Message, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class ReductionContext:
-    """One rank's part in the sum of one chunk.
+    """One rank's part in the sum of one chunk."""
 
-    Attributes:
-        chunk: that is summed.
-        rank: this one.
-        size: how many there are.
-        step: the number of the reduction, from 0.
-        seed: of the rounding noise.
-        memory: what this rank remembers.
-    """
-
-    chunk: Chunk
-    rank: int
-    size: int
-    step: int
-    seed: int
-    memory: ErrorFeedback
+    chunk: Chunk  # that is summed
+    rank: int  # this one
+    size: int  # how many there are
+    step: int  # the number of the reduction, from 0
+    seed: int  # of the rounding noise
+    memory: ErrorFeedback  # what this rank remembers
 
     def noise(self, stage: int, lengths: list[int], device: torch.device) -> Tensor:
         """Returns uniform numbers in [0, 1), [sum of lengths], the same for the same step, in whatever buckets.

@@ -62,33 +62,20 @@ _MOST = 10_000_000  # ranks: what is a few numbers for each still fits a machine
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Hosts with devices, and what is between them.
+    """Hosts with devices, and what is between them."""
 
-    Attributes:
-        nodes: hosts that may be used.
-        devices: on each host; a rank for each.
-        links: as if all hosts were connected to one switch.
-        topology: what they are connected to.
-        memory: bytes of a device.
-        speed: of a device, relative to the one that was profiled.
-        placement: "linear", "random", "snake" or "circuit".
-        seed: of a placement that is random or searched for.
-        routing: of messages between hosts.
-        shared: all-reduces in the memory of one host: their latency, and bytes of all ranks together a second.
-        text: that it was read from.
-    """
-
-    nodes: int
-    devices: int
-    links: Links
-    topology: Topology
-    memory: float = math.inf
-    speed: float = 1.0
-    placement: str = "linear"
-    seed: int = 0
-    routing: Routing = MINIMAL
+    nodes: int  # hosts that may be used
+    devices: int  # on each host; a rank for each
+    links: Links  # as if all hosts were connected to one switch
+    topology: Topology  # what they are connected to
+    memory: float = math.inf  # bytes of a device
+    speed: float = 1.0  # of a device, relative to the one that was profiled
+    placement: str = "linear"  # "linear", "random", "snake" or "circuit"
+    seed: int = 0  # of a placement that is random or searched for
+    routing: Routing = MINIMAL  # of messages between hosts
+    # all-reduces in the memory of one host: their latency, and bytes of all ranks together a second
     shared: Link | None = None
-    text: str = field(default="", repr=False, compare=False)
+    text: str = field(default="", repr=False, compare=False)  # that it was read from
 
     @property
     def ranks(self) -> int:

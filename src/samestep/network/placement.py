@@ -32,15 +32,10 @@ from samestep.seeding import derive_seed
 
 @dataclass(frozen=True)
 class Placement:
-    """The host of each rank.
-
-    Attributes:
-        name: of the choice.
-        hosts: of rank 0, 1, 2, ...
-    """
+    """The host of each rank."""
 
     name: str
-    hosts: tuple[int, ...]
+    hosts: tuple[int, ...]  # of rank 0, 1, 2, ...
 
     @property
     def ranks(self) -> int:

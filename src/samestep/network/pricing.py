@@ -60,17 +60,11 @@ _HELD = 500_000  # messages of it at once, a few arrays of that length
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds, and what they go into.
+    """Seconds, and what they go into."""
 
-    Attributes:
-        latency_s: alpha of the messages.
-        transfer_s: beta of their bytes.
-        adding_s: gamma of what is added while nothing travels.
-    """
-
-    latency_s: float = 0
-    transfer_s: float = 0
-    adding_s: float = 0
+    latency_s: float = 0  # alpha of the messages
+    transfer_s: float = 0  # beta of their bytes
+    adding_s: float = 0  # gamma of what is added while nothing travels
 
     @property
     def seconds(self) -> float:
@@ -84,17 +78,11 @@ class Price:
 
 
 class Line(NamedTuple):
-    """Seconds of one rank's round, for n bytes of the buffer.
+    """Seconds of one rank's round, for n bytes of the buffer."""
 
-    Attributes:
-        latency_s: of no bytes.
-        transfer: seconds for each byte.
-        adding: seconds for each byte, before the round.
-    """
-
-    latency_s: float
-    transfer: float
-    adding: float
+    latency_s: float  # of no bytes
+    transfer: float  # seconds for each byte
+    adding: float  # seconds for each byte, before the round
 
     def price(self, nbytes: float) -> Price:
         """Returns what so many bytes take."""
@@ -102,15 +90,10 @@ class Line(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A round.
+    """A round."""
 
-    Attributes:
-        lines: of which it lasts as long as the highest.
-        hidden: seconds for each byte that are added meanwhile.
-    """
-
-    lines: tuple[Line, ...]
-    hidden: float
+    lines: tuple[Line, ...]  # of which it lasts as long as the highest
+    hidden: float  # seconds for each byte that are added meanwhile
 
     def seconds(self, nbytes: float) -> float:
         """Returns how long it lasts."""
@@ -126,15 +109,10 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True)
 class CollectivePrice:
-    """The price of one collective, for any number of bytes.
+    """The price of one collective, for any number of bytes."""
 
-    Attributes:
-        terms: its rounds, and how often each comes.
-        rounds: how many there are.
-    """
-
-    terms: Mapping[Term, int]
-    rounds: int
+    terms: Mapping[Term, int]  # its rounds, and how often each comes
+    rounds: int  # how many there are
 
     def seconds(self, nbytes: float) -> float:
         """Returns how long it takes."""
@@ -360,19 +338,12 @@ class _Ports:
 
 
 class Crossing(NamedTuple):
-    """A round through the network, or inside the hosts, where a block is one byte.
+    """A round through the network, or inside the hosts, where a block is one byte."""
 
-    Attributes:
-        latency_s: of the message that takes longest.
-        transfer: seconds of the busiest link.
-        alone: seconds of the largest message if nothing else were in the network.
-        busiest: that link; None where nothing crosses, or where it is inside a host.
-    """
-
-    latency_s: float = 0
-    transfer: float = 0.0
-    alone: float = 0.0
-    busiest: int | None = None
+    latency_s: float = 0  # of the message that takes longest
+    transfer: float = 0.0  # seconds of the busiest link
+    alone: float = 0.0  # seconds of the largest message if nothing else were in the network
+    busiest: int | None = None  # that link; None where nothing crosses, or where it is inside a host
 
     def line(self, blocks: int) -> tuple[float, float]:
         """Returns latency, and seconds for each byte of a buffer of so many blocks."""

@@ -30,19 +30,12 @@ from samestep.seeding import GOLDEN, derive_seed, splitmix64
 
 @dataclass(frozen=True)
 class Routing:
-    """A choice of ways.
-
-    Attributes:
-        name: of the choice.
-        split: evenly over all ways that are equally short.
-        seed: of the random switches that messages go by; where None, they go straight.
-        parts: equal ones that each message is cut into, each with a random switch of its own.
-    """
+    """A choice of ways."""
 
     name: str
-    split: bool = False
-    seed: int | None = None
-    parts: int = 1
+    split: bool = False  # evenly over all ways that are equally short
+    seed: int | None = None  # of the random switches that messages go by; where None, they go straight
+    parts: int = 1  # equal ones that each message is cut into, each with a random switch of its own
 
     @property
     def splits(self) -> bool:

@@ -45,23 +45,14 @@ Ends = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class SegmentCosts:
-    """Layers as matrices over [begin, end): what those in between cost as one stage.
-
-    Attributes:
-        layers: in their order.
-        devices: by stage.
-        schedule: of the step; the bound is that of one stage a rank.
-        link: between a stage and the next.
-        state: copies of the parameters that are kept.
-        colocated: sets of layers that must be in one stage.
-    """
+    """Layers as matrices over [begin, end): what those in between cost as one stage."""
 
     layers: Sequence[Layer]
-    devices: Sequence[Device]
-    schedule: Schedule
-    link: Link
-    state: float
-    colocated: Sequence[frozenset[int]]
+    devices: Sequence[Device]  # by stage
+    schedule: Schedule  # of the step; the bound is that of one stage a rank
+    link: Link  # between a stage and the next
+    state: float  # copies of the parameters that are kept
+    colocated: Sequence[frozenset[int]]  # sets of layers that must be in one stage
 
     @property
     def length(self) -> int:

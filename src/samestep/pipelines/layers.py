@@ -19,28 +19,17 @@ from samestep.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer costs for one micro-batch.
+    """What one layer costs for one micro-batch."""
 
-    Attributes:
-        name: in the model.
-        forward: seconds.
-        inputs: seconds of the backward for the gradients of its inputs.
-        weights: seconds of the backward for those of its weights.
-        activations: bytes that cross a cut behind it.
-        saved: bytes that its forward keeps for its backward.
-        parameters: bytes.
-        split: seconds more that a backward takes in two parts.
-        spread: half of the range between the quartiles of forward and backward together, where they were measured.
-    """
-
-    name: str
-    forward: float
-    inputs: float
-    weights: float = 0.0
-    activations: float = 0.0
-    saved: float = 0.0
-    parameters: float = 0.0
-    split: float = 0.0
+    name: str  # in the model
+    forward: float  # seconds
+    inputs: float  # seconds of the backward for the gradients of its inputs
+    weights: float = 0.0  # seconds of the backward for those of its weights
+    activations: float = 0.0  # bytes that cross a cut behind it
+    saved: float = 0.0  # bytes that its forward keeps for its backward
+    parameters: float = 0.0  # bytes
+    split: float = 0.0  # seconds more that a backward takes in two parts
+    # half of the range between the quartiles of forward and backward together, where they were measured
     spread: float = 0.0
 
     def __post_init__(self) -> None:

@@ -40,23 +40,14 @@ _BY_MODE = ("dropout", "batch_norm", "rrelu", "instance_norm", "bernoulli")  # i
 
 @dataclass(frozen=True)
 class LayerChain:
-    """A model as layers that are called one after another.
-
-    Attributes:
-        model: whose they are.
-        layers: in their order.
-        obstacles: to more layers, in words.
-        digest: of the operations of a traced model; empty for others.
-        splits: where a traced model was split.
-        constants: tensors that a traced forward creates, by name.
-    """
+    """A model as layers that are called one after another."""
 
     model: nn.Module
     layers: Sequence[ChainLayer]
-    obstacles: Sequence[str] = ()
-    digest: str = ""
-    splits: Sequence[int] = ()
-    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    obstacles: Sequence[str] = ()  # to more layers, in words
+    digest: str = ""  # of the operations of a traced model; empty for others
+    splits: Sequence[int] = ()  # where a traced model was split
+    constants: Mapping[str, Tensor] = field(default_factory=dict)  # tensors that a traced forward creates, by name
 
     def extract_stage(self, begin: int, end: int) -> tuple[nn.Module, list[Call]]:
         """Returns a module with what some layers have, under the model's names, and what computes each of them."""

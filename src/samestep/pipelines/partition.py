@@ -51,19 +51,12 @@ _MAX_STAGE = (1.0001, 1.1, 1.3, math.inf)  # of the first step: times the smalle
 
 @dataclass(frozen=True)
 class Partition:
-    """A chain cut into stages.
+    """A chain cut into stages."""
 
-    Attributes:
-        ends: by stage, the layer behind its last.
-        seconds: of a step.
-        bound: seconds that no partition undercuts; the same as `seconds` where this is proved to be the best.
-        simulated: how many partitions were compared.
-    """
-
-    ends: Ends
-    seconds: float
-    bound: float
-    simulated: int
+    ends: Ends  # by stage, the layer behind its last
+    seconds: float  # of a step
+    bound: float  # seconds that no partition undercuts; the same as `seconds` where this is proved to be the best
+    simulated: int  # how many partitions were compared
 
     @property
     def gap(self) -> float:
@@ -74,14 +67,6 @@ class Partition:
 @dataclass(frozen=True)
 class PartitionProblem:
     """What is to be cut, for what.
-
-    Attributes:
-        layers: in their order.
-        devices: one for each rank, in the order of the ranks.
-        schedule: with several stages a rank only if it has whole backwards.
-        link: between a stage and the next.
-        state: copies of the parameters that are kept: themselves, gradients and what the optimizer remembers.
-        colocated: sets of layers that must be in one stage, such as those that share a weight.
 
     Raises:
         UsageError: the model cannot be cut so.
@@ -94,10 +79,12 @@ class PartitionProblem:
     """
 
     layers: Sequence[Layer]
-    devices: Sequence[Device]
-    schedule: Schedule
-    link: Link = field(default_factory=Link)
+    devices: Sequence[Device]  # one for each rank, in the order of the ranks
+    schedule: Schedule  # with several stages a rank only if it has whole backwards
+    link: Link = field(default_factory=Link)  # between a stage and the next
+    # copies of the parameters that are kept: themselves, gradients and what the optimizer remembers
     state: float = STATE
+    # sets of layers that must be in one stage, such as those that share a weight
     colocated: Sequence[frozenset[int]] = ()
 
     def __post_init__(self) -> None:
@@ -197,19 +184,12 @@ class PartitionProblem:
 
 
 class _Prefix(NamedTuple):
-    """The first stages of a partition.
+    """The first stages of a partition."""
 
-    Attributes:
-        bound: seconds of the best that it can become, at least.
-        left: stages that are missing; of two equal bounds the one that is nearer to its end is extended.
-        ends: of the stages.
-        total, forwards, remaining: what they add to the bound's three terms.
-    """
-
-    bound: float
-    left: int
+    bound: float  # seconds of the best that it can become, at least
+    left: int  # stages that are missing; of two equal bounds the one that is nearer to its end is extended
     ends: Ends
-    total: float = 0.0
+    total: float = 0.0  # this and the next two: what the stages add to the bound's three terms
     forwards: float = 0.0
     remaining: float = 0.0
 

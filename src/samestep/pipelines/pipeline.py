@@ -56,15 +56,10 @@ __all__ = ["Pipeline"]
 
 @dataclass(frozen=True)
 class FullModel:
-    """What is known of the whole model on every rank.
+    """What is known of the whole model on every rank."""
 
-    Attributes:
-        state: name -> its entry in the state, without storage, in the model's order.
-        parameters: name -> shape, in the model's order.
-    """
-
-    state: dict[str, Tensor]
-    parameters: dict[str, list[int]]
+    state: dict[str, Tensor]  # name -> its entry in the state, without storage, in the model's order
+    parameters: dict[str, list[int]]  # name -> shape, in the model's order
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:

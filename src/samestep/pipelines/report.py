@@ -45,18 +45,13 @@ FIRST_EVENTS = 3  # steps that are all among the run's events
 
 @dataclass
 class _Step:
-    """One step; times are seconds of the host's clock, or events of a GPU.
-
-    Attributes:
-        starts: by device, the step's begin.
-        spans: actions with begin and end.
-    """
+    """One step; times are seconds of the host's clock, or events of a GPU."""
 
     schedule: Schedule
     samples: int
     began: float
-    starts: Mapping[torch.device, Any]
-    spans: list[tuple[Action, Any, Any]] = field(default_factory=list)
+    starts: Mapping[torch.device, Any]  # by device, the step's begin
+    spans: list[tuple[Action, Any, Any]] = field(default_factory=list)  # with begin and end
     ended: float = 0.0
 
 
@@ -129,21 +124,13 @@ def _now(device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """One step of this rank.
+    """One step of this rank."""
 
-    Attributes:
-        schedule: that it followed.
-        samples: of the replica's batch.
-        began: when, in seconds of the host's clock.
-        seconds: of the whole step, with what all ranks do after the last backward.
-        spans: the actions, with begin and end in seconds after the step's begin.
-    """
-
-    schedule: Schedule
-    samples: int
-    began: float
-    seconds: float
-    spans: tuple[tuple[Action, float, float], ...]
+    schedule: Schedule  # that it followed
+    samples: int  # of the replica's batch
+    began: float  # when, in seconds of the host's clock
+    seconds: float  # of the whole step, with what all ranks do after the last backward
+    spans: tuple[tuple[Action, float, float], ...]  # the actions, with begin and end in seconds after the step's begin
 
 
 @dataclass(frozen=True)

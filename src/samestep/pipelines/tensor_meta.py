@@ -33,12 +33,6 @@ HEADER_BYTES = 4096
 class TensorMeta:
     """Of one tensor.
 
-    Attributes:
-        dtype: its type.
-        shape: its sizes.
-        strides: that it has where it arrives.
-        requires_grad: whether a gradient comes back.
-
     Example:
         >>> TensorMeta.of(torch.ones(2, 3).t()).strides
         (1, 3)
@@ -46,8 +40,8 @@ class TensorMeta:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    requires_grad: bool = False
+    strides: tuple[int, ...]  # that it has where it arrives
+    requires_grad: bool = False  # whether a gradient comes back
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:

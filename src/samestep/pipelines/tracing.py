@@ -41,17 +41,11 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s+(.*)')
 
 @dataclass
 class Trace:
-    """A forward.
+    """A forward."""
 
-    Attributes:
-        graph: its operations.
-        values: of the operations on the sample, by name.
-        constants: tensors that it creates, under names that the graph has for them.
-    """
-
-    graph: fx.Graph
-    values: dict[str, Any]
-    constants: dict[str, Tensor]
+    graph: fx.Graph  # its operations
+    values: dict[str, Any]  # of the operations on the sample, by name
+    constants: dict[str, Tensor]  # tensors that it creates, under names that the graph has for them
 
 
 def trace(model: nn.Module, sample: Sequence[Any], leaves: set[str]) -> Trace:

@@ -59,12 +59,6 @@ Actions = tuple[Action, ...]
 class Schedule:
     """What every rank of a pipeline does in one step.
 
-    Attributes:
-        name: of the schedule.
-        micro_batches: of a step.
-        placement: by stage, the rank that holds it.
-        rank_actions: by rank, its actions, one after another.
-
     Raises:
         UsageError: the schedule breaks a rule; says where.
 
@@ -77,8 +71,8 @@ class Schedule:
 
     name: str
     micro_batches: int
-    placement: tuple[int, ...]
-    rank_actions: tuple[Actions, ...]
+    placement: tuple[int, ...]  # by stage, the rank that holds it
+    rank_actions: tuple[Actions, ...]  # by rank, its actions, one after another
 
     def __post_init__(self) -> None:
         problem = self._bad_shape() or self._incomplete() or self._bad_sum_order() or self._deadlock()

@@ -29,26 +29,19 @@ from samestep.schedule.schedule import Action, Schedule
 class Costs:
     """Seconds of one micro-batch.
 
-    Attributes:
-        forward: by stage.
-        inputs: by stage, of a backward for the gradients of the inputs; 0 where the stage is the first, say.
-        weights: by stage, of a backward for those of the weights; a whole backward takes both.
-        send_forward: by stage but the last, of its activations to the next one on another rank; none where left out.
-        send_backward: by stage but the last, of their gradients coming back.
-        overlap: whether messages travel while the ranks work.
-        overhead: that a rank itself takes to send a message, and to receive one that has come.
-
     Raises:
         UsageError: the numbers of stages differ, or a time is negative.
     """
 
-    forward: Sequence[float]
+    forward: Sequence[float]  # by stage
+    # by stage, of a backward for the gradients of the inputs; 0 where the stage is the first, say
     inputs: Sequence[float]
-    weights: Sequence[float]
+    weights: Sequence[float]  # by stage, of a backward for those of the weights; a whole backward takes both
+    # by stage but the last, of its activations to the next one on another rank; none where left out
     send_forward: Sequence[float] = ()
-    send_backward: Sequence[float] = ()
-    overlap: bool = True
-    overhead: float = 0.0
+    send_backward: Sequence[float] = ()  # by stage but the last, of their gradients coming back
+    overlap: bool = True  # whether messages travel while the ranks work
+    overhead: float = 0.0  # that a rank itself takes to send a message, and to receive one that has come
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
@@ -83,34 +76,21 @@ class Costs:
 
 
 class Span(NamedTuple):
-    """When a rank does an action, or a message travels.
+    """When a rank does an action, or a message travels."""
 
-    Attributes:
-        rank: that does it, or sends.
-        action: that is done, or whose result is sent.
-        begin: in seconds from the step's begin.
-        end: in seconds from the step's begin.
-        target: the rank that a message goes to; None of an action.
-    """
-
-    rank: int
-    action: Action
-    begin: float
-    end: float
-    target: int | None = None
+    rank: int  # that does it, or sends
+    action: Action  # that is done, or whose result is sent
+    begin: float  # in seconds from the step's begin
+    end: float  # in seconds from the step's begin
+    target: int | None = None  # the rank that a message goes to; None of an action
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step, or one that was measured.
-
-    Attributes:
-        schedule: of the step.
-        spans: all actions and messages, in the order of the schedule.
-    """
+    """A simulated step, or one that was measured."""
 
     schedule: Schedule
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...]  # all actions and messages, in the order of the schedule
 
     @cached_property
     def seconds(self) -> float:
@@ -155,19 +135,15 @@ def simulate(schedule: Schedule, costs: Costs, durations: Mapping[Action, float]
 
 @dataclass
 class _Simulation:
-    """A step in progress.
-
-    Attributes:
-        free: by rank, when it has done its actions so far.
-        links: by sender and receiver, when the last message has arrived.
-        arrived: by action and rank, when its result is there.
-    """
+    """A step in progress."""
 
     schedule: Schedule
     costs: Costs
     durations: Mapping[Action, float] | None
-    free: list[float] = field(default_factory=list)
+    free: list[float] = field(default_factory=list)  # by rank, when it has done its actions so far
+    # by sender and receiver, when the last message has arrived
     links: dict[tuple[int, int], float] = field(default_factory=dict)
+    # by action and rank, when its result is there
     arrived: dict[tuple[Action, int], float] = field(default_factory=dict)
 
     def spans(self) -> Iterator[Span]:

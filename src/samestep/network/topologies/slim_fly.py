@@ -55,21 +55,13 @@ MOST = 128  # of q: 32,768 switches; beyond it the tables of the field, quadrati
 
 @dataclass(frozen=True, eq=False)
 class Field:
-    """GF(q), whose elements are the numbers 0 to q - 1, by tables.
+    """GF(q), whose elements are the numbers 0 to q - 1, by tables."""
 
-    Attributes:
-        powers: of the primitive element, from its 0th to its (q - 2)nd.
-        add: `add[a, b]`.
-        neg: `neg[a]` added to a is 0.
-        mul: `mul[a, b]`.
-        inverse: `inverse[a]` times a is 1; 0 for 0, which has none.
-    """
-
-    powers: Ints
-    add: Ints
-    neg: Ints
-    mul: Ints
-    inverse: Ints
+    powers: Ints  # of the primitive element, from its 0th to its (q - 2)nd
+    add: Ints  # `add[a, b]`
+    neg: Ints  # `neg[a]` added to a is 0
+    mul: Ints  # `mul[a, b]`
+    inverse: Ints  # `inverse[a]` times a is 1; 0 for 0, which has none
 
     @cached_property
     def sub(self) -> Ints:

@@ -95,49 +95,29 @@ class LinkTypes:
 
 
 class Size(NamedTuple):
-    """How large a network is.
+    """How large a network is."""
 
-    Attributes:
-        name: the kind of network, with its numbers.
-        hosts: how many there are.
-        routers: all switches, or all hosts.
-        hosts_per_router: at each router that has any; those routers come first.
-        diameter: hops between routers, at most, by the minimal routing.
-    """
-
-    name: str
-    hosts: int
-    routers: int
-    hosts_per_router: int
-    diameter: int
+    name: str  # the kind of network, with its numbers
+    hosts: int  # how many there are
+    routers: int  # all switches, or all hosts
+    hosts_per_router: int  # at each router that has any; those routers come first
+    diameter: int  # hops between routers, at most, by the minimal routing
 
 
 class Hop(NamedTuple):
-    """Some messages taking a link each.
+    """Some messages taking a link each."""
 
-    Attributes:
-        messages: their numbers; one may come several times where it is split.
-        links: the link of each.
-        shares: how much of each passes there, 1 for all of it.
-    """
-
-    messages: Ints
-    links: Ints
-    shares: Floats
+    messages: Ints  # their numbers; one may come several times where it is split
+    links: Ints  # the link of each
+    shares: Floats  # how much of each passes there, 1 for all of it
 
 
 class Segments(NamedTuple):
-    """Ways from router to router, one for each message.
+    """Ways from router to router, one for each message."""
 
-    Attributes:
-        begins: the router where each begins.
-        ends: the router where each ends.
-        path_hash: a number each, by which one of several equally short ways is taken; a host to be routed by
-            destination.
-    """
-
-    begins: Ints
-    ends: Ints
+    begins: Ints  # the router where each begins
+    ends: Ints  # the router where each ends
+    # a number each, by which one of several equally short ways is taken; a host to be routed by destination
     path_hash: Ints
 
 
