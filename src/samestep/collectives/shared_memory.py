@@ -263,7 +263,6 @@ class SharedMemoryAllReduce:
         self._written.append(one)
 
     def next_number(self) -> int:
-        """Returns the number of the next all-reduce."""
         self._number += 1
         return self._number
 
@@ -326,7 +325,6 @@ class _StagingBuffer:
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether a tensor has been moved into shared memory."""
     shared: bool = tensor.is_shared()  # type: ignore[no-untyped-call]
     return shared
 

@@ -83,7 +83,6 @@ class Chunk:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Elements of each piece's rows."""
         return tuple(rows * self.block for rows in self.rows)
 
     @property

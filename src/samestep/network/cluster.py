@@ -79,12 +79,10 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """How many there can be."""
         return self.nodes * self.devices
 
     @property
     def is_flat(self) -> bool:
-        """Whether one switch is all the network."""
         return isinstance(self.topology, Switch)
 
     def place(self, ranks: int) -> Placement:
@@ -247,7 +245,6 @@ class _Network:
                 return Switch(link_types, count)
 
     def route(self) -> Routing:
-        """Of messages between hosts."""
         if self.parts is not None and self.routing != "valiant":
             raise UsageError(f"network.parts is of valiant routing, and routing is {self.routing}: leave it out")
         if self.routing == "valiant":

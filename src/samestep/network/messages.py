@@ -77,15 +77,12 @@ class AllToAll:
 
     @property
     def group(self) -> int:
-        """How many ranks each group has."""
         return int(self.members.shape[1])
 
     def reversed(self, *, adds: bool) -> AllToAll:
-        """Returns the round run backwards."""
         return replace(self, adds=adds)
 
     def remapped(self, members: Ints, offset: Ints, scale: int) -> AllToAll:
-        """Returns the round with rank i played by `members[g, i]` in every group g, on blocks of its own."""
         return AllToAll(
             members[:, self.members].reshape(-1, self.group),
             (offset[:, None] + self.offset * scale).ravel(),

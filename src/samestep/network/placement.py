@@ -39,12 +39,10 @@ class Placement:
 
     @property
     def ranks(self) -> int:
-        """How many are placed."""
         return len(self.hosts)
 
     @cached_property
     def array(self) -> Ints:
-        """The hosts, for computing."""
         return np.array(self.hosts, dtype=np.int64)
 
 

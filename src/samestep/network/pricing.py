@@ -68,7 +68,6 @@ class Price:
 
     @property
     def seconds(self) -> float:
-        """The whole."""
         return self.latency_s + self.transfer_s + self.adding_s
 
     def __add__(self, other: Price) -> Price:
@@ -85,7 +84,6 @@ class Line(NamedTuple):
     adding: float  # seconds for each byte, before the round
 
     def price(self, nbytes: float) -> Price:
-        """Returns what so many bytes take."""
         return Price(self.latency_s, nbytes * self.transfer, nbytes * self.adding)
 
 
@@ -96,12 +94,10 @@ class Term(NamedTuple):
     hidden: float  # seconds for each byte that are added meanwhile
 
     def seconds(self, nbytes: float) -> float:
-        """Returns how long it lasts."""
         travels = max((line.latency_s + nbytes * (line.transfer + line.adding) for line in self.lines), default=0.0)
         return max(travels, nbytes * self.hidden)
 
     def price(self, nbytes: float) -> Price:
-        """Returns how long it lasts, and what that goes into."""
         prices = (line.price(nbytes) for line in self.lines)
         longest = max(prices, key=lambda one: one.seconds, default=Price())
         return longest + Price(adding_s=max(0.0, nbytes * self.hidden - longest.seconds))
@@ -115,11 +111,9 @@ class CollectivePrice:
     rounds: int  # how many there are
 
     def seconds(self, nbytes: float) -> float:
-        """Returns how long it takes."""
         return sum(times * term.seconds(nbytes) for term, times in self.terms.items())
 
     def price(self, nbytes: float) -> Price:
-        """Returns how long it takes, and what that goes into."""
         found = [(times, term.price(nbytes)) for term, times in self.terms.items()]
         return Price(
             sum(times * one.latency_s for times, one in found),
@@ -346,7 +340,6 @@ class Crossing(NamedTuple):
     busiest: int | None = None  # that link; None where nothing crosses, or where it is inside a host
 
     def line(self, blocks: int) -> tuple[float, float]:
-        """Returns latency, and seconds for each byte of a buffer of so many blocks."""
         return self.latency_s, self.transfer / blocks
 
 
@@ -440,7 +433,6 @@ class ContendedPrice:
 
     @property
     def seconds(self) -> float:
-        """The whole."""
         return self.price.seconds
 
     @property

@@ -43,7 +43,6 @@ class ShapeKeys(Protocol):
 
 
 def split_targets(batch: Any) -> tuple[Sequence[Any], Any]:
-    """Returns inputs and targets."""
     if not isinstance(batch, list | tuple) or len(batch) < 2:
         raise DataError(
             f"a pipeline's batch is a {type(batch).__name__}: it takes inputs and targets, in a tuple or list, the "
@@ -53,7 +52,6 @@ def split_targets(batch: Any) -> tuple[Sequence[Any], Any]:
 
 
 def count_samples(batch: Sequence[Any]) -> int:
-    """Returns how many samples a batch has."""
     sizes = {len(each) for each in tensors_of(batch)}
     if not sizes:
         raise DataError("the batch has no tensor: inputs and targets are tensors, of which dim 0 runs over the samples")

@@ -82,7 +82,6 @@ class SegmentCosts:
 
     @cached_property
     def _backward(self) -> str:
-        """What the stage before waits for."""
         return "I" if self.schedule.split_backwards else "B"
 
     @cached_property

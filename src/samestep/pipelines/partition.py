@@ -103,7 +103,6 @@ class PartitionProblem:
 
     @cached_property
     def segments(self) -> SegmentCosts:
-        """The layers as matrices."""
         return SegmentCosts(self.layers, self._stage_devices, self.schedule, self.link, self.state, self.colocated)
 
     @property

@@ -272,7 +272,6 @@ def _stage_medians(
 
 
 def _parts(timeline: Timeline, seconds: float) -> dict[str, float]:
-    """Returns where a step's time went."""
     durations = {span.action: span.end - span.begin for span in timeline.spans}
     zeros = (0.0,) * timeline.schedule.stages  # messages take no time; the actions' are measured
     parts = breakdown(timeline.schedule, Costs(zeros, zeros, zeros), durations)

@@ -94,7 +94,6 @@ class SharedMemoryChannel:
         self._step_end = self._step_begin
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Copies a message into the buffer."""
         number = self._sent + 1
         self._counters.wait(DONE, number - SLOTS)
         offset = begin = self._reserve(sum(map(_aligned, tensors)))

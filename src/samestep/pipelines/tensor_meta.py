@@ -60,7 +60,6 @@ class TensorMeta:
         return tensor.detach().permute(self._order)
 
     def empty(self, device: torch.device) -> Tensor:
-        """Returns memory for what is sent."""
         return torch.empty(self.packed_shape, dtype=self.dtype, device=device)
 
     def unpack(self, packed: Tensor) -> Tensor:
@@ -141,7 +140,6 @@ def write_header(stage: int, metas: Metas) -> Tensor:
 
 
 def read_header(header: Tensor) -> Metas:
-    """Returns what a header describes."""
     rows = json.loads(header.cpu().numpy().tobytes())
     return tuple(
         TensorMeta(getattr(torch, dtype), tuple(shape), tuple(strides), requires_grad)

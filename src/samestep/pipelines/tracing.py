@@ -41,8 +41,6 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s+(.*)')
 
 @dataclass
 class Trace:
-    """A forward."""
-
     graph: fx.Graph  # its operations
     values: dict[str, Any]  # of the operations on the sample, by name
     constants: dict[str, Tensor]  # tensors that it creates, under names that the graph has for them

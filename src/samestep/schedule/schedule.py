@@ -222,5 +222,4 @@ class Schedule:
 
 
 def actions(kind: Kind, stage: int, micro_batches: Sequence[int]) -> Actions:
-    """Returns one stage's actions of one kind."""
     return tuple(Action(kind, stage, micro_batch) for micro_batch in micro_batches)

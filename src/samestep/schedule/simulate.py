@@ -94,7 +94,6 @@ class Timeline:
 
     @cached_property
     def seconds(self) -> float:
-        """From the step's begin to the last action's end."""
         return max(span.end for span in self.spans if span.target is None)
 
     @cached_property
@@ -135,8 +134,6 @@ def simulate(schedule: Schedule, costs: Costs, durations: Mapping[Action, float]
 
 @dataclass
 class _Simulation:
-    """A step in progress."""
-
     schedule: Schedule
     costs: Costs
     durations: Mapping[Action, float] | None

@@ -68,7 +68,6 @@ class Dragonfly(Topology):
 
     @property
     def groups(self) -> int:
-        """How many there are."""
         return self.g or self.a * self.h + 1
 
     @cached_property
@@ -84,7 +83,6 @@ class Dragonfly(Topology):
         return near, (self.groups * (self.groups - 1), self.link_types.far)
 
     def link_ends(self, number: int) -> tuple[int, int]:
-        """Returns the switches at the ends of a link."""
         near = self.link_counts()[0][0]
         if number < near:
             router, other = divmod(number, self.a - 1)

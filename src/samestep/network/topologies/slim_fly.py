@@ -65,7 +65,6 @@ class Field:
 
     @cached_property
     def sub(self) -> Ints:
-        """`sub[a, b]`."""
         return self.add[:, self.neg]
 
 
@@ -174,7 +173,6 @@ class SlimFly(Topology):
 
     @cached_property
     def field(self) -> Field:
-        """GF(q)."""
         return field(self.q)
 
     @cached_property
@@ -191,7 +189,6 @@ class SlimFly(Topology):
         return ((self.routers * self.degree, self.link_types.router),)
 
     def link_ends(self, number: int) -> tuple[int, int]:
-        """Returns the switches at the ends of a link."""
         router, port = divmod(number, self.degree)
         return router, self.adjacent(router)[port]
 

@@ -160,42 +160,34 @@ class Topology(ABC):
 
     @property
     def name(self) -> str:
-        """The kind of network, with its numbers."""
         return self.size.name
 
     @property
     def hosts(self) -> int:
-        """How many there are."""
         return self.size.hosts
 
     @property
     def routers(self) -> int:
-        """How many there are: all switches, or all hosts."""
         return self.size.routers
 
     @property
     def hosts_per_router(self) -> int:
-        """Hosts at each router that has any; those routers come first."""
         return self.size.hosts_per_router
 
     @property
     def diameter(self) -> int:
-        """Hops between routers, at most, by the minimal routing."""
         return self.size.diameter
 
     @property
     def ranks(self) -> int:
-        """How many ranks it holds."""
         return self.hosts * self.link_types.ranks_per_host
 
     @property
     def switches(self) -> int:
-        """How many there are."""
         return 0 if self.hosts_are_routers else self.routers
 
     @property
     def vertices(self) -> int:
-        """Hosts and switches."""
         return self.hosts + self.switches
 
     @property
@@ -301,27 +293,21 @@ class Switch(Topology):
 
     @cached_property
     def size(self) -> Size:
-        """One host at each port."""
         return Size(f"switch of {self.ports} ports", self.ports, 1, self.ports, 0)
 
     def link_counts(self) -> tuple[tuple[int, Link], ...]:
-        """Returns that there are none."""
         return ()
 
     def link_ends(self, number: int) -> tuple[int, int]:
-        """Refuses: there is no link between switches."""
         raise IndexError(number)
 
     def adjacent(self, _router: int) -> list[int]:
-        """Returns no switch."""
         return []
 
     def hops(self, _segments: Segments, *, split: bool) -> Iterator[Hop]:  # noqa: ARG002 - all ways are of no hops
-        """Yields nothing."""
         return iter(())
 
     def circuit(self) -> list[int]:
-        """Returns the switch."""
         return [0]
 
 

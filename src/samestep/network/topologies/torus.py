@@ -83,13 +83,11 @@ class Torus(Topology):
         return ((len(self._directions()) * self.hosts, self.link_types.router),)
 
     def link_ends(self, number: int) -> tuple[int, int]:
-        """Returns the hosts at the ends of a link."""
         way, host = divmod(number, self.hosts)
         dim, step = self._directions()[way]
         return host, self._stepped(host, dim, step)
 
     def adjacent(self, router: int) -> list[int]:
-        """Returns the next and the previous host in each dimension."""
         return sorted(self._stepped(router, dim, step) for dim, step in self._directions())
 
     def hops(self, segments: Segments, *, split: bool) -> Iterator[Hop]:
@@ -111,7 +109,6 @@ class Torus(Topology):
         return load.reshape(-1), hops * self.link_types.router.latency_s
 
     def circuit(self) -> list[int]:
-        """Returns [3]."""
         circuit = [0]
         stride = 1
         for size in reversed(self.dims):
