@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from samestep.collectives.plan import Plan, check_ranks
+from samestep.collectives.plan import Plan
 from samestep.collectives.rounds import fold, gather_idle, scatter_idle
 from samestep.network.messages import Messages, send
 
@@ -36,7 +36,6 @@ def all_reduce(ranks: int) -> Plan:
     >>> [len(all_reduce(ranks).rounds) for ranks in (1, 2, 4, 7, 8)]
     [0, 1, 2, 4, 3]
     """
-    check_ranks(ranks)
     return Plan("recursive doubling", "all_reduce", ranks, 1, lambda: _rounds(ranks))
 
 

@@ -59,15 +59,14 @@ def reduce_scatter(ranks: int) -> Plan:
     >>> len(reduce_scatter(8).rounds)
     3
     """
-    check_ranks(ranks)
-    idle = fold(ranks)[1]
-    return Plan(
-        "halving",
-        "reduce_scatter",
-        ranks,
-        ranks,
-        lambda: [*gather_idle(idle, width=ranks), *_farthest_first(ranks), *scatter_idle(idle, idle)],
-    )
+
+    def rounds() -> Iterator[Messages]:
+        idle = fold(ranks)[1]
+        yield from gather_idle(idle, width=ranks)
+        yield from _farthest_first(ranks)
+        yield from scatter_idle(idle, idle)
+
+    return Plan("halving", "reduce_scatter", ranks, ranks, rounds)
 
 
 def all_gather(ranks: int) -> Plan:
@@ -76,19 +75,14 @@ def all_gather(ranks: int) -> Plan:
     >>> len(all_gather(8).rounds)
     3
     """
-    check_ranks(ranks)
-    idle = fold(ranks)[1]
-    return Plan(
-        "doubling",
-        "all_gather",
-        ranks,
-        ranks,
-        lambda: [
-            *gather_idle(idle, idle, adds=False),
-            *reverse(_farthest_first(ranks), adds=False),
-            *scatter_idle(idle, width=ranks),
-        ],
-    )
+
+    def rounds() -> Iterator[Messages]:
+        idle = fold(ranks)[1]
+        yield from gather_idle(idle, idle, adds=False)
+        yield from reverse(_farthest_first(ranks), adds=False)
+        yield from scatter_idle(idle, width=ranks)
+
+    return Plan("doubling", "all_gather", ranks, ranks, rounds)
 
 
 def _halving(members: Ints, edges: Ints, bits: Iterable[int]) -> Iterator[Messages]:

@@ -65,7 +65,6 @@ def broadcast(ranks: int, local: int, root: int = 0) -> Plan:
         3
     """
     hosts = _hosts(ranks, local)
-    check_ranks(ranks, root)
     host, place = divmod(root, local)
 
     def rounds() -> Iterator[Messages]:
