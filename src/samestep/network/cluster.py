@@ -75,7 +75,6 @@ class Cluster:
     routing: Routing = MINIMAL  # of messages between hosts
     # all-reduces in the memory of one host: their latency, and bytes of all ranks together a second
     shared: Link | None = None
-    text: str = field(default="", repr=False, compare=False)  # that it was read from
 
     @property
     def ranks(self) -> int:
@@ -126,7 +125,7 @@ def parse(text: str, source: str = "cluster.toml") -> Cluster:
     """
     given = parsing.parse_toml(text, source)
     try:
-        return _cluster(given, text)
+        return _cluster(given)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
     except OverflowError:
@@ -299,7 +298,7 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _cluster(given: dict[str, Any], text: str) -> Cluster:
+def _cluster(given: dict[str, Any]) -> Cluster:
     file = parsing.load(_File, given, "", "the file")
     nodes = parsing.load(_Nodes, file.nodes, "nodes", "[nodes]")
     between = parsing.load(_Links, file.links, "links", "[links]")
@@ -326,5 +325,4 @@ def _cluster(given: dict[str, Any], text: str) -> Cluster:
         seed=network.seed,
         routing=network.route(),
         shared=between.shared,
-        text=text,
     )

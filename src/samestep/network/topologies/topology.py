@@ -187,10 +187,6 @@ class Topology(ABC):
         return 0 if self.hosts_are_routers else self.routers
 
     @property
-    def vertices(self) -> int:
-        return self.hosts + self.switches
-
-    @property
     def links(self) -> int:
         """Directed links: a cable is two."""
         return self.first_router_link + sum(count for count, _ in self.link_counts())
@@ -208,17 +204,6 @@ class Topology(ABC):
         host = link % self.hosts
         switch = self._vertex(host // self.hosts_per_router)
         return (host, switch) if link < self.hosts else (switch, host)
-
-    def neighbours(self, vertex: int) -> list[int]:
-        """Returns the vertices that `vertex` has a link to."""
-        if self.hosts_are_routers:
-            return self.adjacent(vertex)
-        if vertex < self.hosts:
-            return [self._vertex(vertex // self.hosts_per_router)]
-        router = vertex - self.hosts
-        first = router * self.hosts_per_router
-        hosts = range(first, first + self.hosts_per_router) if first < self.hosts else ()
-        return [*hosts, *map(self._vertex, self.adjacent(router))]
 
     @cached_property
     def latencies(self) -> Floats:

@@ -58,7 +58,7 @@ class Torus(Topology):
 
     Example:
         >>> torus = Torus(LinkTypes(Link(1e-6, 50e9)), dims=(3, 4))
-        >>> print(torus, torus.neighbours(0))
+        >>> print(torus, torus.adjacent(0))
         torus 3x4: 12 hosts, 0 switches, 48 directed links [1, 3, 4, 8]
     """
 
@@ -166,7 +166,7 @@ class Torus(Topology):
 def ring(link_types: LinkTypes, hosts: int) -> Torus:
     """Returns a ring: a torus of one dimension.
 
-    >>> ring(LinkTypes(Link(1e-6, 50e9)), 5).neighbours(0)
+    >>> ring(LinkTypes(Link(1e-6, 50e9)), 5).adjacent(0)
     [1, 4]
     """
     return Torus(link_types, (hosts,))
