@@ -33,8 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 from samestep.collectives.plan import Plan
-from samestep.collectives.rounds import with_root
-from samestep.network.messages import Ints, Messages, reverse, send
+from samestep.network.messages import Ints, Messages, reverse, send, with_root
 
 
 class Edges(NamedTuple):

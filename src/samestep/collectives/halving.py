@@ -13,7 +13,7 @@ The all-reduce begins with the nearest partner, so the largest halves stay on a 
 leaves rank 1 with block c: a reduce-scatter, where it must have block b, begins with the farthest.
 
 Cost: 2 log2 p alpha + 2 (p-1)/p n beta + (p-1)/p n gamma for a power of two. Else the all-reduce takes the power below
-and 2 alpha + 2 n beta + n gamma more for the idle ranks (:func:`samestep.collectives.rounds.fold`).
+and 2 alpha + 2 n beta + n gamma more for the idle ranks (:func:`samestep.collectives.doubling.fold`).
 
 Bits: one rank finishes each block and the others are sent copies. Each block of the all-reduce is added over the same
 pairs as in :mod:`samestep.collectives.doubling`: the two give the same bits, wherever an element lies. The
@@ -28,8 +28,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from samestep.collectives.doubling import fold, gather_idle, scatter_idle
 from samestep.collectives.plan import Plan, check_ranks
-from samestep.collectives.rounds import fold, gather_idle, scatter_idle
 from samestep.network.messages import Ints, Messages, reverse, send
 
 

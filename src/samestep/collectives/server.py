@@ -23,9 +23,8 @@ from __future__ import annotations
 import numpy as np
 
 from samestep.collectives.plan import Plan, check_ranks
-from samestep.collectives.rounds import with_root
 from samestep.errors import UsageError
-from samestep.network.messages import AllToAll, Messages, reverse, send
+from samestep.network.messages import AllToAll, Messages, reverse, send, with_root
 
 
 def all_reduce(ranks: int, servers: int = 1) -> Plan:

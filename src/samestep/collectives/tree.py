@@ -24,8 +24,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from samestep.collectives.plan import Plan
-from samestep.collectives.rounds import with_root
-from samestep.network.messages import Messages, reverse, send
+from samestep.network.messages import Messages, reverse, send, with_root
 
 
 def broadcast(ranks: int, root: int = 0) -> Plan:

@@ -161,3 +161,8 @@ def remap(rounds: Iterable[Messages], members: Any, offset: Any = 0, scale: int 
         else:
             mapped = replace(mapped, sources=done.sources, targets=done.targets)  # the same objects, priced once
         yield mapped
+
+
+def with_root(rounds: Iterable[Messages], ranks: int, root: int) -> Iterator[Messages]:
+    """Yields the rounds with rank 0 played by `root`, and every other by the rank as far behind it."""
+    return remap(rounds, (np.arange(ranks) + root) % ranks)
