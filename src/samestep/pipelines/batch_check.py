@@ -16,7 +16,7 @@ describe their messages anew. PyTorch's stages hang, or go on with what they onc
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -98,11 +98,19 @@ def sample_bytes(targets: Any) -> Iterator[bytes]:
 class CheckedShapes:
     """The shape keys of a step's micro-batches; asking for one first checks that all ranks have the same."""
 
-    def __init__(self, keys: Sequence[Hashable], verify: Callable[[], int]) -> None:
-        self._keys, self.verify = keys, verify
+    def __init__(self, check: BatchCheck, keys: Sequence[Hashable], pending: PendingSum, text: str) -> None:
+        self._check, self._keys, self._text = check, keys, text
+        self._pending: PendingSum | None = pending
 
     def __getitem__(self, micro_batch: int) -> Hashable:
         return self.verify(), self._keys[micro_batch]
+
+    def verify(self) -> int:
+        """Waits for the sum once; returns how often `requires_grad` has changed. Collective over the pipeline."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._check.verify(*pending.wait(), self._text)
+        return self._check.changes
 
 
 class BatchCheck:
@@ -114,7 +122,7 @@ class BatchCheck:
         self._axis, self._number = axis, number
         self._parameters, self._aliases = parameters, aliases
         self._requires_grad: dict[str, bool] = {}
-        self._steps = self._changes = 0
+        self._steps = self.changes = 0
 
     def start(self, inputs: Sequence[Any], targets: Any, ranges: Ranges, *, trains: bool) -> CheckedShapes:
         """Tells the other ranks what this one is about to do; returns its shape keys. Collective over the pipeline.
@@ -135,28 +143,18 @@ class BatchCheck:
         value = _digest(text, targets)
         tag = StepTag("batch", self._number, 0, self._steps)
         pending = self._axis.start_sum(float(value + _CHANGED * changed), float(value * value), tag=tag)
-        shapes = CheckedShapes(keys, self._verifier(pending, text))
+        shapes = CheckedShapes(self, keys, pending, text)
         if self._axis.size == 1:
             shapes.verify()
         return shapes
 
-    def _verifier(self, pending: PendingSum, text: str) -> Callable[[], int]:
-        """Returns a function that waits for the sum once, and returns how often `requires_grad` has changed."""
-        done = False
-
-        def verify() -> int:
-            nonlocal done
-            if not done:
-                done = True
-                first, squares = pending.wait()
-                changed, values = divmod(int(first), _CHANGED)
-                if self._axis.size * int(squares) != values * values:
-                    self._raise_different(text)
-                if changed:
-                    self._exchange_requires_grad()
-            return self._changes
-
-        return verify
+    def verify(self, first: float, squares: float, text: str) -> None:
+        """Looks at the sums of all ranks' values; `text` is this rank's step in words. Collective if they differ."""
+        changed, values = divmod(int(first), _CHANGED)
+        if self._axis.size * int(squares) != values * values:
+            self._raise_different(text)
+        if changed:
+            self._exchange_requires_grad()
 
     def _raise_different(self, own: str) -> None:
         """Collective over the pipeline."""
@@ -175,7 +173,7 @@ class BatchCheck:
 
     def _exchange_requires_grad(self) -> None:
         """Checks that a weight of several stages is frozen under all of its names. Collective over the pipeline."""
-        self._changes += 1
+        self.changes += 1
         tied = {*self._aliases, *self._aliases.values()}
         own = {name: requires_grad for name, requires_grad in self._requires_grad.items() if name in tied}
         known: dict[str, tuple[str, bool]] = {}

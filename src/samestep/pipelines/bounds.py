@@ -165,14 +165,9 @@ class SegmentCosts:
         """Seconds that a message into a stage takes while it works; where they do not overlap, it is left out."""
         return self.message_s[:, None] * (1.0 if self.link.overlap else 0.0)
 
-    def at_least(self, ends: Sequence[int]) -> float:
-        """Returns seconds that no step cut so undercuts; inf where a device has too little memory."""
-        pairs = list(enumerate(zip((0, *ends), ends, strict=False)))
-        if not all(self.allowed[stage][pair] for stage, pair in pairs):
-            return math.inf
-        total = sum(float(self.sums[stage][pair]) for stage, pair in pairs)
-        forwards = max(float(self.forwards[stage][pair]) for stage, pair in pairs)
-        return total + self.before * forwards + max(float(self.remaining[stage][pair]) for stage, pair in pairs)
+    def fits(self, ends: Ends) -> bool:
+        """Whether every stage may be one, and its device has the memory."""
+        return all(self.allowed[stage][pair] for stage, pair in enumerate(zip((0, *ends), ends, strict=False)))
 
 
 # --- several stages a rank --------------------------------------------------------------------------
@@ -281,10 +276,6 @@ class InterleavedBound:
         """Whether every stage may be one, and every rank has the memory for its own."""
         whole = all(self._costs.whole[pair] for pair in zip((0, *ends), ends, strict=False))
         return whole and bool((self._sums(ends)[self.num_times :] <= self.limits).all())
-
-    def at_least(self, ends: Ends) -> float:
-        """Returns seconds that no step cut so undercuts."""
-        return float(self._sums(ends)[: self.num_times].max())
 
     def _sums(self, ends: Ends) -> Any:
         pairs = zip((0, *ends), ends, strict=False)

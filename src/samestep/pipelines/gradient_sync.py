@@ -53,10 +53,6 @@ class ReplicaGradientSync:
         self._shared_memory = None if compression is not None else _open_shared_memory(world, module)
         self._buckets: list[_Bucket] = []
 
-    @property
-    def is_in_shared_memory(self) -> bool:
-        return self._shared_memory is not None
-
     def release(self) -> None:
         """Tells the ranks of this host that this one sums no more, and closes the groups."""
         self._buckets.clear()

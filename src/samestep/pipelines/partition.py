@@ -58,11 +58,6 @@ class Partition:
     bound: float  # seconds that no partition undercuts; the same as `seconds` where this is proved to be the best
     simulated: int  # how many partitions were compared
 
-    @property
-    def gap(self) -> float:
-        """How much shorter a step could be at most, as a part of it."""
-        return 1 - self.bound / self.seconds if self.seconds else 0.0
-
 
 @dataclass(frozen=True)
 class PartitionProblem:
@@ -126,8 +121,7 @@ class PartitionProblem:
 
     def seconds(self, ends: Sequence[int]) -> float:
         """Returns what a step takes, cut so; inf where a device has too little memory."""
-        bound = self._interleaved
-        fits = self.segments.at_least(ends) < math.inf if bound is None else bound.fits(tuple(ends))
+        fits = (self._interleaved or self.segments).fits(tuple(ends))
         return simulate(self.schedule, self.costs(ends)).seconds if fits else math.inf
 
     def best(self, max_simulated: int | None = None) -> Partition:
