@@ -63,8 +63,6 @@ class SharedCounters:
         memory: shared by all of them; `length(ranks)` bytes.
         rank: this rank's place among them.
         names: what the ranks are called in errors, in the order of their places.
-        processes: their process numbers.
-        timeout_s: the longest wait.
         purpose: what they do together, in errors.
     """
 

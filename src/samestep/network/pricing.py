@@ -344,13 +344,7 @@ class Crossing(NamedTuple):
 
 
 class PlacedNetwork:
-    """Ranks placed on the hosts of a network.
-
-    Args:
-        topology: with what its links cost.
-        placement: of the ranks on its hosts.
-        routing: of the messages.
-    """
+    """Ranks placed on the hosts of a network."""
 
     def __init__(self, topology: Topology, placement: Placement, routing: Routing = MINIMAL) -> None:
         self.topology = topology

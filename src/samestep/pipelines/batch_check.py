@@ -109,7 +109,8 @@ class CheckedShapes:
         """Waits for the sum once; returns how often `requires_grad` has changed. Collective over the pipeline."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            self._check.verify(*pending.wait(), self._text)
+            first, squares = pending.wait()
+            self._check.verify(first, squares, self._text)
         return self._check.changes
 
 

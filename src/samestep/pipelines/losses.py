@@ -21,7 +21,7 @@ from samestep.data.batches import slice_batch, tensors_of
 from samestep.errors import DataError
 from samestep.pipelines.batch_check import Ranges, count_samples
 from samestep.pipelines.chain_layer import preserve_state, sequential
-from samestep.pipelines.stage import Tensors
+from samestep.pipelines.executor import Tensors
 from samestep.runtime import rng
 from samestep.runtime.world import World
 

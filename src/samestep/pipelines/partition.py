@@ -295,13 +295,7 @@ class _BeamSearch:
         return whole & (work / slowest <= longest[0] * times)
 
     def _partitions(self, below: float, beam: int, allowed: Any) -> tuple[list[tuple[float, Ends]], float]:
-        """Returns bounds and ends of partitions, smallest first, and the smallest bound of prefixes given up.
-
-        Args:
-            below: bounds that are of interest.
-            beam: prefixes that are kept.
-            allowed: which [begin, end) can be a stage.
-        """
+        """Returns bounds and ends of partitions, smallest first, and the smallest bound of prefixes given up."""
         num_stages, length = len(self._segments.devices), self._segments.length
         can_finish = [np.arange(length + 1) == length]
         for _ in range(num_stages):

@@ -33,13 +33,12 @@ from samestep.errors import DataError, ModelError
 from samestep.pipelines.batch_check import BatchCheck, CheckedShapes, Ranges, count_samples, split_targets
 from samestep.pipelines.chain_layer import Call, as_argument
 from samestep.pipelines.devices import DevicesArg, check_number, resolve_devices
-from samestep.pipelines.executor import ScheduleExecutor
+from samestep.pipelines.executor import LossOf, ScheduleExecutor, Stage, Tensors
 from samestep.pipelines.gradient_sync import ReplicaGradientSync, make_compression
 from samestep.pipelines.layer_rng import LayerRng
 from samestep.pipelines.losses import LossFn, MicroBatchLoss, WeightFn
 from samestep.pipelines.model_chain import AnyModel, LayerChain, build_chain, normalize_model, stage_ranges
 from samestep.pipelines.report import PipelineReport, Prediction, StepTimer, make_report
-from samestep.pipelines.stage import LossOf, Stage, Tensors
 from samestep.pipelines.tied_weights import TiedGradients, find_tied, tied_source, untie
 from samestep.pipelines.transport import LocalTransport, RankTransport, open_channels
 from samestep.replicas.buffers import sync_buffers

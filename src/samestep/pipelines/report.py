@@ -29,7 +29,7 @@ import torch
 
 from samestep import events, progress
 from samestep.errors import StepError
-from samestep.pipelines.device_copy import sync_streams
+from samestep.pipelines.devices import sync_streams
 from samestep.pipelines.gantt import draw
 from samestep.runtime.exchange import all_gather_json
 from samestep.runtime.world import World

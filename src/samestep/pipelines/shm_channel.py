@@ -49,8 +49,6 @@ class SharedMemoryChannel:
         memory: shared by both, all zero at first; `size()` bytes.
         index: 0 or 1: which of the two this rank is.
         names: what they are called in errors.
-        processes: their process numbers.
-        timeout_s: the longest wait.
     """
 
     prefetch = 0

@@ -29,7 +29,7 @@ from samestep.data.batches import tensors_of
 from samestep.errors import DataError, ModelError, StepError
 from samestep.instrument.patch import call_site
 from samestep.pipelines.batch_check import ShapeKeys
-from samestep.pipelines.device_copy import DeviceCopier
+from samestep.pipelines.devices import DeviceCopier
 from samestep.pipelines.shm_channel import open_shm_channels
 from samestep.pipelines.tensor_meta import HEADER_BYTES, Metas, TensorMeta, describe, read_header, write_header
 from samestep.runtime.axis import Axis
