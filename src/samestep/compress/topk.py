@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -44,6 +44,7 @@ class TopK(Codec):
     momentum: float = 0.0
     warmup: int = 0
     feedback: Literal[True] = True
+    rounds: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,10 +56,6 @@ class TopK(Codec):
             raise UsageError(f"warmup={self.warmup!r} is no number of steps: give a whole number, 0 or more")
         if self.feedback is not True:
             raise UsageError("TopK without feedback would never send what is small: leave feedback out")
-
-    @property
-    def rounds(self) -> int:
-        return 1
 
     def fraction_at(self, step: int) -> float:
         """Returns the fraction of a step, counted from 0."""
