@@ -1,34 +1,6 @@
 """A cluster as its file describes it: hosts and devices, the links between them, and the network.
 
-    [nodes]
-    count = 16                   # hosts
-    devices = 8                  # on each; a rank for each
-    memory = "80 GB"             # of a device
-    speed = 2.5                  # of a device, relative to the one that was profiled
-
-    [links]
-    inside = { latency = "2 us", bandwidth = "300 GB/s" }      # from rank to rank on one host
-    between = { latency = "5 us", bandwidth = "100 Gbit/s" }   # from rank to rank on two, all the way
-    shared = { latency = "90 us", bandwidth = "9 GB/s" }       # all-reduces in memory, of all ranks' bytes together
-    adding = "50 GB/s"
-    nics = 1
-    crowded = 0.8                # of that bandwidth, where every host exchanges with several at once
-
-    [network]
-    kind = "fat-tree"            # switch (the default), ring, torus, fat-tree, dragonfly, slim-fly
-    hosts = 8                    # on a leaf, and so on: each kind has numbers of its own
-    hop = "0.3 us"               # of the latency, what each link on the way takes
-    placement = "linear"         # random, snake, circuit
-    routing = "minimal"          # ecmp, valiant
-
-    kind           numbers of its own                              hosts
-    switch                                                         nodes.count
-    ring                                                           nodes.count
-    torus          dims = [16, 16]                                 their product
-    fat-tree       hosts on a leaf, leaves, oversubscription       hosts x leaves; as many leaves as are needed
-                   or ports of three levels' switches              k^3/4 where nothing is oversubscribed
-    dragonfly      p, a, h, g                                      p a g, g = a h + 1 unless given
-    slim-fly       q, p                                            2 q^2 p
+The file is described in docs/plan.md, and the numbers of each kind of network in docs/topologies.md.
 
 A message between hosts takes the latency of the file as long as it passes the fewest links there are, two from host to
 switch and on to a host, one where hosts are wired to each other, and `hop` for every further one. Where there are

@@ -29,9 +29,7 @@ less than one element, so a plan costs at most rounds x element size x beta more
 round counts as one span of blocks; every algorithm here has one.
 
 An all-to-all of more than 4 million messages is known on a network by samples: as many shifts as have so many
-messages, 32 at least, spread over all distances, stand for the others. Chance puts several on one link, so the answer
-is too long rather than too short: for 1,056 to 2,048 ranks and 32 shifts it was 1.0 (fat tree, in order) to 2.4 times
-the whole (Slim Fly).
+messages, 32 at least, spread over all distances, stand for the others (how good they are: docs/topologies.md).
 """
 
 from __future__ import annotations
