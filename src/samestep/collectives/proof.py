@@ -131,19 +131,11 @@ def _brought(plan: Plan, sums: ExpressionTable, rank: int, at: int) -> SumExpr:
 
 
 def _check_whole(plan: Plan, rank: int, at: int, result: SumExpr) -> None:
-    if plan.operation == "all_gather":
-        expected = 1 << at * plan.ranks // plan.blocks
-    elif plan.operation == "broadcast":
-        expected = 1 << plan.root
+    """Refuses what a rank ends with in one block, unless it is what the operation says."""
+    if plan.operation in {"all_gather", "broadcast"}:
+        source = plan.root if plan.operation == "broadcast" else at * plan.ranks // plan.blocks
+        expected, words = 1 << source, f"that of rank {source}"
     else:
-        expected = (1 << plan.ranks) - 1
+        expected, words = (1 << plan.ranks) - 1, f"the sum over all {plan.ranks} ranks"
     if result.ranks != expected:
-        raise UsageError(
-            f"{plan.name}: rank {rank} ends with {result} in block {at}, not with {_expectation(plan, at)}"
-        )
-
-
-def _expectation(plan: Plan, at: int) -> str:
-    if plan.operation == "all_gather":
-        return f"that of rank {at * plan.ranks // plan.blocks}"
-    return f"that of rank {plan.root}" if plan.operation == "broadcast" else f"the sum over all {plan.ranks} ranks"
+        raise UsageError(f"{plan.name}: rank {rank} ends with {result} in block {at}, not with {words}")
