@@ -41,14 +41,7 @@ class Piece:
 
 
 def pieces_of(parameter: str, shape: Sequence[int], first: int, *, most: int | None = MAX_CHUNK) -> list[Piece]:
-    """Cuts a parameter's gradient.
-
-    Args:
-        parameter: its name.
-        shape: its shape.
-        first: the number of its first piece.
-        most: elements of a piece, None for one piece.
-    """
+    """Cuts a parameter's gradient into pieces of `most` elements, numbered from `first` on; into one if None."""
     size = torch.Size(shape).numel()
     if most is None or size <= most:
         return [Piece(parameter, first, 0, tuple(shape))]

@@ -72,10 +72,7 @@ class ReductionContext:
         another place in it, a hash of step, rank and piece. Each element's noise is uniform over the steps, which is
         what makes rounding unbiased; that neighbours have the same neighbours again some day does no harm.
 
-        Args:
-            stage: 0 for what this rank brings, 1 for its share of the mean.
-            lengths: elements of each piece.
-            device: where it lies.
+        `stage` is 0 for what this rank brings, 1 for its share of the mean; `lengths` are the elements of each piece.
         """
         table = _noise_table(device)
         parts = []
@@ -95,17 +92,7 @@ def _noise_table(device: torch.device) -> Tensor:
 
 
 def mean(codec: Codec, context: ReductionContext, flat: Tensor, owners: RowOwners | None = None) -> Reduction:
-    """The mean over the ranks of a chunk's rows.
-
-    Args:
-        codec: as declared.
-        context: of this rank.
-        flat: [length of the chunk] of float32; may be changed.
-        owners: which rank adds which rows, where that is known already.
-
-    Returns:
-        The mean, as long.
-    """
+    """The mean over the ranks of a chunk's rows; `flat`, [length of the chunk] of float32, may be changed."""
     if isinstance(codec, TopK):
         return _mean_of_largest(codec, context, flat)
     if isinstance(codec, PowerSGD):

@@ -69,12 +69,7 @@ class TopK(Codec):
 
 
 def largest_places(values: Tensor, count: int) -> Tensor:
-    """Returns where the `count` largest absolute values are, in ascending order; NaN counts as largest.
-
-    Args:
-        values: [n] of float32.
-        count: 1 to n.
-    """
+    """Returns where the `count` largest absolute values of [n] are, in ascending order; NaN counts as largest."""
     size, sizes = values.numel(), values.abs()
     if size > 4 * _SAMPLED and count < size // 8:
         sample = sizes[:: size // _SAMPLED]

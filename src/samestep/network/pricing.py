@@ -139,14 +139,7 @@ def price(plan: Rounds, nbytes: float, links: Links) -> Price:
 
 
 def price_lines(plan: Rounds, links: Links, network: PlacedNetwork | None = None) -> CollectivePrice:
-    """Returns what a plan costs for any number of bytes.
-
-    Args:
-        plan: the rounds.
-        links: among the ranks.
-        network: that the hosts stand at, with the host of each rank; one switch, and `links.local` ranks on each host,
-            where None.
-    """
+    """Returns what a plan costs for any number of bytes, on a network or, if None, at one switch for all hosts."""
     ports, gamma = _Ports(plan, links, network), 1 / (links.adding_bytes_per_s * plan.blocks)
     terms: dict[Term, int] = defaultdict(int)
     before: _Added | None = None

@@ -177,11 +177,7 @@ Row = Counter[tuple[str, int]]
 
 
 def bound_rows(schedule: Schedule, *, overlap: bool) -> dict[int, list[Row]]:
-    """Returns, by rank, sums that no step undercuts; as many for each, in the same order.
-
-    Args:
-        schedule: of forwards and whole backwards.
-        overlap: whether messages travel while the ranks work.
+    """Returns, by rank, sums that no step with whole backwards undercuts; as many for each, in the same order.
 
     Example:
         >>> from samestep.schedule.algorithms import interleaved

@@ -66,12 +66,6 @@ class Stage:
     ) -> Tensors:
         """Returns what the stage gives for a micro-batch; with `loss_of`, its part of the loss.
 
-        Args:
-            micro_batch: which.
-            inputs: of the batch, or what the stage before gives.
-            requires_grad: for each of them, whether its gradient is needed.
-            loss_of: makes a loss of the outputs.
-
         Raises:
             ModelError: the stage gives something else than tensors, or changes its inputs in place.
         """

@@ -111,9 +111,7 @@ def interpolate(sizes: Mapping[int, Sequence[Layer]], samples: float) -> list[La
     Alpha is what kernels take to start, beta what a sample takes. Small sizes count as much as large ones: errors are
     relative to the size.
 
-    Args:
-        sizes: samples of a micro-batch -> the layers, as measured.
-        samples: of the micro-batches.
+    `sizes` has the layers as measured, by the samples of a micro-batch.
 
     Example:
         >>> two = {10: [Layer("a", forward=3.0, inputs=1.0)], 20: [Layer("a", forward=5.0, inputs=1.0)]}

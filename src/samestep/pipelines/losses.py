@@ -84,12 +84,7 @@ def additivity_problem(
     Nothing is trained, and the random stream, modes and buffers stay as they are. A loss that draws random numbers
     cannot be compared, nor one of a model whose output for a sample depends on the other samples.
 
-    Args:
-        layers: called one after another.
-        batch: inputs and targets.
-        loss_fn: of outputs and targets.
-        weight: of targets, or None: their samples.
-        size: samples that are compared together, of the first of the batch; all of them if None.
+    The first samples of a batch are compared, `size` of them together, or all of them if None.
 
     Example:
         >>> batch = torch.ones(4, 3), torch.tensor([0, 2, -100, -100])

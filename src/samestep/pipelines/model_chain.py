@@ -133,11 +133,7 @@ def stage_ranges(
 ) -> list[tuple[int, int]]:
     """Returns begin and end of the stages, if they are all layers and can be computed apart.
 
-    Args:
-        layers: of the model.
-        ends: by stage, the layer behind its last one.
-        ranks: that hold the stages.
-        copied: shared weights that each layer can have a copy of.
+    `ends` are, by stage, the layer behind its last one; of `copied` weights each layer can have a copy.
 
     Example:
         >>> stage_ranges(build_chain(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))).layers, [2, 3], 2)

@@ -439,14 +439,9 @@ def _on_host(scalars: Sequence[Tensor]) -> Tensor:
 def broadcast_tensors(
     axis: Axis, source: int, tensors: Sequence[Tensor], device: torch.device, group: Any
 ) -> list[Tensor]:
-    """Returns the tensors of one rank on a device of every rank. Collective over the axis.
+    """Returns the tensors of one rank, `source`, on a device of every rank. Collective over the axis.
 
-    Args:
-        axis: the ranks.
-        source: the position of the rank that has them.
-        tensors: on that rank; not read on others.
-        device: of the tensors.
-        group: of the axis, for such a device.
+    `group` is the axis's for such a device; on the other ranks `tensors` are not read.
     """
     own = [each.detach().to(device).contiguous() for each in tensors]
     if axis.size == 1:

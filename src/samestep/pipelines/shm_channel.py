@@ -121,9 +121,7 @@ class SharedMemoryChannel:
     def receive(self, metas: Metas | None, following: Sequence[Metas] = ()) -> tuple[Metas, list[Tensor]]:
         """Returns copies of the tensors of the next message, as they were packed, once it is there.
 
-        Args:
-            metas: what they are; None where the message begins with a header.
-            following: what the next messages are; not needed here.
+        Its header says what they are where `metas` is None.
 
         Raises:
             PeerError: the other rank has left, or did not send in time.

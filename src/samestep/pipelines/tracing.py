@@ -49,10 +49,7 @@ class Trace:
 def trace(model: nn.Module, sample: Sequence[Any], leaves: set[str]) -> Trace:
     """Follows a model's forward in its present mode; the model stays as it is.
 
-    Args:
-        model: whose forward takes tensors.
-        sample: its inputs; those left out have their defaults.
-        leaves: names of modules whose forward is not followed; those that cannot be followed are added.
+    Of `leaves` the forward is not followed; the names of modules that cannot be followed are added to them.
     """
     while True:
         tracer = _Tracer(sample, leaves)

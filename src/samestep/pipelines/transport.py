@@ -156,11 +156,6 @@ class RankTransport:
         self._received: dict[Action, tuple[Metas, list[Tensor]]] = {}
 
     def begin_step(self, shape_keys: ShapeKeys) -> None:
-        """Begins a step.
-
-        Args:
-            shape_keys: by micro-batch, a key that is the same on all ranks, and for micro-batches of one shape.
-        """
         self._shape_keys = shape_keys
         self._expected = {source: deque(actions) for source, actions in self._receives.items()}
         self._received.clear()

@@ -188,13 +188,7 @@ SCHEDULE_NAMES = (*ONE_STAGE_PER_RANK, "interleaved")
 
 
 def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Schedule:
-    """Returns a schedule by its name.
-
-    Args:
-        name: one of SCHEDULE_NAMES.
-        ranks: that hold stages.
-        micro_batches: of a step.
-        stages_per_rank: more than one for "interleaved" only.
+    """Returns a schedule by its name; only "interleaved" has several stages a rank.
 
     Raises:
         UsageError: there is no such schedule, or not of so many.

@@ -157,9 +157,7 @@ class Schedule:
 
         They are held from the forward to the end of the backward.
 
-        Args:
-            rank: whose.
-            stage: counts this stage only; all stages of the rank together if None.
+        Of one stage, or of all stages of the rank together.
         """
         held = peak = 0
         for action in self.rank_actions[rank]:

@@ -112,12 +112,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs, durations: Mapping[Action, float] | None = None) -> Timeline:
-    """Returns when everything happens.
-
-    Args:
-        schedule: of the step.
-        costs: of its stages and messages.
-        durations: seconds of each action, which may differ by micro-batch; those of the costs if None.
+    """Returns when everything happens; `durations` of actions may differ by micro-batch, and are the costs' if None.
 
     Raises:
         UsageError: the costs are of another number of stages.
