@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from samestep.pipelines.batch_check import ShapeKeys
 from samestep.pipelines.devices import on_device
 from samestep.pipelines.report import StepTimer
 from samestep.pipelines.split_backward import SplitBackward
+from samestep.pipelines.transport import Transport
 from samestep.schedule.schedule import BACKWARDS, Action, Schedule
 
 Tensors = tuple[Tensor, ...]
@@ -128,19 +129,6 @@ class Stage:
 def _or_zeros(tensor: Tensor, gradient: Tensor | None) -> Tensor:
     """Nothing may depend on an input, and then it has no gradient; the stage before waits for one all the same."""
     return torch.zeros_like(tensor) if gradient is None else gradient
-
-
-class Transport(Protocol):
-    """Carries the results of actions to the stages that need them."""
-
-    def begin_step(self, shape_keys: ShapeKeys) -> None: ...
-
-    def send(self, action: Action, tensors: Sequence[Tensor]) -> None: ...
-
-    def receive(self, action: Action) -> tuple[list[Tensor], list[bool]]:
-        """Returns an action's result, and which tensors of it require a gradient."""
-
-    def end_step(self) -> None: ...
 
 
 class ScheduleExecutor:
