@@ -18,12 +18,13 @@ from samestep.collectives import (
     torus,
     tree,
 )
+from samestep.collectives.doubling import fold, gather_idle, scatter_idle
 from samestep.collectives.plan import Plan, Transfer
 from samestep.collectives.proof import prove
-from samestep.collectives.rounds import fold, gather_idle, in_parallel, scatter_idle, with_root
+from samestep.collectives.torus import in_parallel
 from samestep.errors import UsageError
 from samestep.network.links import Link, Links
-from samestep.network.messages import remap, reverse, send
+from samestep.network.messages import remap, reverse, send, with_root
 from samestep.network.pricing import price
 
 RANKS = range(2, 65)

@@ -52,12 +52,29 @@ def links_of(network):
     return [network.ends(link) for link in range(network.links)]
 
 
+def vertices(network):
+    """Hosts, then switches."""
+    return range(network.hosts + network.switches)
+
+
+def neighbours(network, vertex):
+    """The vertices that a vertex has a link to."""
+    if network.hosts_are_routers:
+        return network.adjacent(vertex)
+    first_switch, each = network.hosts, network.hosts_per_router
+    if vertex < first_switch:
+        return [first_switch + vertex // each]
+    router = vertex - first_switch
+    hosts = range(router * each, (router + 1) * each) if router * each < network.hosts else ()
+    return [*hosts, *(first_switch + other for other in network.adjacent(router))]
+
+
 def distances(network, source):
     """Links between `source` and every vertex, by breadth-first search."""
     found, queue = {source: 0}, deque([source])
     while queue:
         vertex = queue.popleft()
-        for each in network.neighbours(vertex):
+        for each in neighbours(network, vertex):
             if each not in found:
                 found[each] = found[vertex] + 1
                 queue.append(each)

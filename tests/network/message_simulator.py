@@ -28,8 +28,9 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 import numpy as np
+from ways import hops
 
-from samestep.network.routing import MINIMAL, hops
+from samestep.network.routing import MINIMAL
 
 SAME = 1e-9  # of what is left: messages that end within it end together
 TINY = 1e-12  # seconds of latency, where there is none

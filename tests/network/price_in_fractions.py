@@ -90,17 +90,21 @@ class _Port:
         return Price(self.largest.latency_s, self.transfer / nics)
 
 
+def _host(links, rank):
+    return 0 if links.local is None else rank // links.local
+
+
 def _moving(messages, block, links):
     """How long each rank sends and receives in a round, and waits for its host's NICs to do so."""
     far = Counter()  # messages that cross, by rank and direction
     for one in messages:
-        if links.between is None or links.host(one.source) != links.host(one.target):
+        if links.between is None or _host(links, one.source) != _host(links, one.target):
             far.update([(one.source, "out"), (one.target, "in")])
     ranks, hosts, crossing = defaultdict(_Port), defaultdict(_Port), {}
     left = {rank: links.crowded if min(far[rank, "out"], far[rank, "in"]) > 1 else 1 for rank, _ in far}
     for message in messages:
         nbytes = block * (message.end - message.begin)
-        source, target = links.host(message.source), links.host(message.target)
+        source, target = _host(links, message.source), _host(links, message.target)
         link = links.inside if source == target else links.across()
         for rank, host, way in ((message.source, source, "out"), (message.target, target, "in")):
             crosses = links.between is None or source != target

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter, deque
 
 import pytest
-from known_networks import CABLES, distances
+from known_networks import CABLES, distances, neighbours, vertices
+from ways import flow, path
 
 from samestep.errors import UsageError
-from samestep.network.routing import ECMP, MINIMAL, flow, path
+from samestep.network.routing import ECMP, MINIMAL
 from samestep.network.topologies.dragonfly import Dragonfly, balanced
 
 SHAPES = [(1, 2, 1, 0), (2, 4, 2, 0), (1, 3, 2, 0), (2, 4, 2, 5), (1, 1, 3, 0), (1, 6, 1, 4)]
@@ -35,7 +36,7 @@ def test_the_balanced_one_has_its_counts_and_radix(h):
     assert (fly.p, fly.a, fly.h, fly.groups) == (h, 2 * h, h, 2 * h * h + 1)
     assert fly.hosts == 4 * h**4 + 2 * h**2
     assert fly.routers == fly.a * fly.groups
-    radix = {len(fly.neighbours(vertex)) for vertex in range(fly.hosts, fly.vertices)}
+    radix = {len(neighbours(fly, vertex)) for vertex in vertices(fly)[fly.hosts :]}
     assert radix == {fly.p + fly.h + fly.a - 1}
     assert fly.links == 2 * fly.hosts + fly.routers * (fly.a - 1 + fly.h)
 
@@ -52,7 +53,7 @@ def nearest_by_one_cable(fly, source):
     found, queue = {(source, 0): 0}, deque([(source, 0)])
     while queue:
         vertex, left = queue.popleft()
-        for each in fly.neighbours(vertex):
+        for each in neighbours(fly, vertex):
             switches = min(vertex, each) >= fly.hosts
             now = left + (switches and (vertex - fly.hosts) // fly.a != (each - fly.hosts) // fly.a)
             if now <= 1 and (each, now) not in found:

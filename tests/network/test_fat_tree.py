@@ -7,10 +7,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from known_networks import CABLES
+from known_networks import CABLES, neighbours, vertices
+from ways import flow, path
 
 from samestep.errors import UsageError
-from samestep.network.routing import ECMP, MINIMAL, flow, link_loads, path
+from samestep.network.routing import ECMP, MINIMAL, link_loads
 from samestep.network.topologies.fat_tree import FatTree, leaf_spine, of_ports
 
 TREES = [
@@ -26,14 +27,14 @@ TREES = [
 def test_switches_of_k_ports_make_k_cubed_over_four_hosts(k):
     tree = of_ports(CABLES, k)
     assert (tree.hosts, tree.switches) == (k**3 // 4, 5 * k**2 // 4)
-    assert {len(tree.neighbours(vertex)) for vertex in range(tree.hosts, tree.vertices)} == {k}
+    assert {len(neighbours(tree, vertex)) for vertex in vertices(tree)[tree.hosts :]} == {k}
     assert tree.diameter == 4
     assert (tree.oversubscription, tree.bisection) == (1, tree.hosts // 2)
 
 
 def test_oversubscription_is_hosts_for_each_cable_up():
     assert of_ports(CABLES, 12, oversubscription=2).oversubscription == 2
-    assert {len(of_ports(CABLES, 12, 2).neighbours(432 * 2 // 3 * 2 + leaf)) for leaf in range(72)} == {12}
+    assert {len(neighbours(of_ports(CABLES, 12, 2), 432 * 2 // 3 * 2 + leaf)) for leaf in range(72)} == {12}
     assert leaf_spine(CABLES, leaves=16, hosts=16, spines=4).oversubscription == 4
     assert FatTree(CABLES, (4, 4, 2), (4, 1)).oversubscription == 4  # the narrowest level counts
     assert leaf_spine(CABLES, leaves=4, hosts=2, spines=8).oversubscription == 1

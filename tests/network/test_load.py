@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from known_networks import CABLES, NETWORKS
+from ways import flow
 
-from samestep.network.routing import ECMP, MINIMAL, flow, link_loads, valiant
+from samestep.network.routing import ECMP, MINIMAL, link_loads, valiant
 from samestep.network.topologies.slim_fly import SlimFly
 
 few = settings(deadline=None, max_examples=60)

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 from message_simulator import messages_of, play
+from ways import flow
 
 from samestep.collectives import halving, tree
 from samestep.network import placement
 from samestep.network.links import Link
 from samestep.network.messages import send
 from samestep.network.pricing import PlacedNetwork
-from samestep.network.routing import MINIMAL, flow
+from samestep.network.routing import MINIMAL
 from samestep.network.topologies.fat_tree import FatTree
 from samestep.network.topologies.slim_fly import SlimFly
 from samestep.network.topologies.topology import LinkTypes, Switch

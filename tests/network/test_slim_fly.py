@@ -7,9 +7,10 @@ from math import ceil
 import numpy as np
 import pytest
 from known_networks import CABLES, PRIME_POWERS
+from ways import hops
 
 from samestep.errors import UsageError
-from samestep.network.routing import MINIMAL, hops
+from samestep.network.routing import MINIMAL
 from samestep.network.topologies.slim_fly import SlimFly
 
 

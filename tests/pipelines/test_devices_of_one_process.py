@@ -15,12 +15,10 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep.errors import DeviceError, UsageError
-from samestep.pipelines import device_copy
-from samestep.pipelines.devices import share
-from samestep.pipelines.executor import ScheduleExecutor
+from samestep.pipelines.devices import DeviceCopier, share, sync_streams
+from samestep.pipelines.executor import ScheduleExecutor, Stage
 from samestep.pipelines.pipeline import Pipeline
 from samestep.pipelines.report import PARTS
-from samestep.pipelines.stage import Stage
 from samestep.pipelines.transport import LocalTransport
 from samestep.schedule.algorithms import ONE_STAGE_PER_RANK, forward_only
 from samestep.testing import assert_same_bits
@@ -464,13 +462,15 @@ def said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Queue(f"copies of {device}", said))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Queue(f"work of {device}", said))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: said.append(f"on {stream.name}") or nullcontext())
-    monkeypatch.setattr(device_copy, "tensors_of", lambda batch: batch)
-    monkeypatch.setattr(device_copy, "to_device", lambda batch, device: [Tracked(said, device) for _ in batch])
+    monkeypatch.setattr("samestep.pipelines.devices.tensors_of", lambda batch: batch)
+    monkeypatch.setattr(
+        "samestep.pipelines.devices.to_device", lambda batch, device: [Tracked(said, device) for _ in batch]
+    )
     return said
 
 
 def test_copies_wait_for_what_is_copied_and_computing_for_copies(said):
-    copier = device_copy.DeviceCopier(torch.device("cuda:0"), torch.device("cuda:1"))
+    copier = DeviceCopier(torch.device("cuda:0"), torch.device("cuda:1"))
     sent = copier.send([Tracked(said), Tracked(said, "cpu")])
     assert said == [
         "copies of cuda:0 waits for work of cuda:0",
@@ -482,7 +482,7 @@ def test_copies_wait_for_what_is_copied_and_computing_for_copies(said):
     kept = "memory is kept for work of cuda:1"
     assert said[4:] == ["work of cuda:1 waits for an event of copies of cuda:1", kept, kept]
     said.clear()
-    device_copy.sync_streams([torch.device("cuda:0"), torch.device("cuda:1")])
+    sync_streams([torch.device("cuda:0"), torch.device("cuda:1")])
     assert [what.partition(" waits for an event of ")[2] for what in said] == ["work of cuda:0", "work of cuda:1"] * 2
 
 
@@ -494,14 +494,14 @@ def test_the_host_waits_for_a_copy_from_a_gpu_before_it_reads_it(said, monkeypat
             said.append(f"the host waits for {self}")
 
     monkeypatch.setattr(Queue, "record_event", lambda self: Event(f"an event of {self.name}"))
-    copier = device_copy.DeviceCopier(torch.device("cuda:0"), torch.device("cpu"))
+    copier = DeviceCopier(torch.device("cuda:0"), torch.device("cpu"))
     copier.receive(copier.send([]))
     assert said[-1] == "the host waits for an event of copies of cuda:0"
 
 
 def test_what_stays_on_a_device_is_not_copied():
     x = torch.ones(2)
-    copier = device_copy.DeviceCopier(x.device, x.device)
+    copier = DeviceCopier(x.device, x.device)
     assert copier.receive(copier.send([x]))[0] is x
 
 

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 import samestep
 from samestep.errors import ModelError
-from samestep.pipelines.executor import ScheduleExecutor
-from samestep.pipelines.stage import Stage
+from samestep.pipelines.executor import ScheduleExecutor, Stage
 from samestep.pipelines.transport import P2PChannel, RankTransport
 from samestep.runtime.axis import Axis
 from samestep.schedule.algorithms import forward_only, make_schedule

@@ -317,7 +317,7 @@ def added_up(is_shared):
             stage.step(batch(step, world.data.rank))
             optimizer.step()
             optimizer.zero_grad()
-        return stage._gradient_sync.is_in_shared_memory, stage.whole_state_dict()
+        return stage._gradient_sync._shared_memory is not None, stage.whole_state_dict()
 
 
 def test_replicas_of_one_host_add_up_in_shared_memory(four_ranks):

@@ -24,8 +24,6 @@ from samestep.network.links import Link, Links
 from samestep.network.pricing import Price, price_lines
 from samestep.text import bytes_text, seconds_text
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -106,11 +104,7 @@ def choose(ranks: int, nbytes: float, links: Links, operation: Operation = "all_
 def all_reduces(ranks: int, local: int | None, chunks: Sequence[int], ports: int = 1) -> Iterator[Plan]:
     """Yields the all-reduces that fit, those whose bits do not depend on an element's place first.
 
-    Args:
-        ranks: in all.
-        local: on each host; None where all are on one.
-        chunks: that a double tree is cut into; a plan for each.
-        ports: messages that a rank can send side by side.
+    There is a double tree for each number of `chunks`; a rank can send `ports` messages side by side.
     """
     yield doubling.all_reduce(ranks)
     yield halving.all_reduce(ranks)

@@ -29,8 +29,6 @@ from collections.abc import Sequence
 from samestep.collectives.segments import process_alive
 from samestep.errors import PeerError
 
-__all__: list[str] = []
-
 READY, DONE, DATA, ACK = range(4)  # the counters of a rank
 _CLOSED = 4
 _LINE = 64  # bytes of a cache line: a rank that writes disturbs no reader of another's
@@ -65,8 +63,6 @@ class SharedCounters:
         memory: shared by all of them; `length(ranks)` bytes.
         rank: this rank's place among them.
         names: what the ranks are called in errors, in the order of their places.
-        processes: their process numbers.
-        timeout_s: the longest wait.
         purpose: what they do together, in errors.
     """
 

@@ -33,24 +33,15 @@ from typing import NamedTuple
 import numpy as np
 
 from samestep.collectives.plan import Plan
-from samestep.collectives.rounds import with_root
-from samestep.network.messages import Ints, Messages, reverse, send
-
-__all__: list[str] = []
+from samestep.network.messages import Ints, Messages, reverse, send, with_root
 
 
 class Edges(NamedTuple):
-    """Edges from a rank to one below it: all of the first tree, then all of the second.
+    """Edges from a rank to one below it: all of the first tree, then all of the second."""
 
-    Attributes:
-        tree: 0 or 1.
-        upper: the rank above.
-        lower: the rank below.
-    """
-
-    tree: Ints
-    upper: Ints
-    lower: Ints
+    tree: Ints  # 0 or 1
+    upper: Ints  # the rank above
+    lower: Ints  # the rank below
 
 
 def broadcast(ranks: int, root: int = 0, chunks: int = 8) -> Plan:

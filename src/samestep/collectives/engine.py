@@ -26,8 +26,6 @@ from torch import Tensor
 from samestep.collectives.plan import Plan, RankRound, Transfer
 from samestep.errors import DeviceError, UsageError
 
-__all__: list[str] = []
-
 
 class Work(Protocol):
     """A message on its way."""

@@ -13,7 +13,7 @@ The all-reduce begins with the nearest partner, so the largest halves stay on a 
 leaves rank 1 with block c: a reduce-scatter, where it must have block b, begins with the farthest.
 
 Cost: 2 log2 p alpha + 2 (p-1)/p n beta + (p-1)/p n gamma for a power of two. Else the all-reduce takes the power below
-and 2 alpha + 2 n beta + n gamma more for the idle ranks (:func:`samestep.collectives.rounds.fold`).
+and 2 alpha + 2 n beta + n gamma more for the idle ranks (:func:`samestep.collectives.doubling.fold`).
 
 Bits: one rank finishes each block and the others are sent copies. Each block of the all-reduce is added over the same
 pairs as in :mod:`samestep.collectives.doubling`: the two give the same bits, wherever an element lies. The
@@ -28,11 +28,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from samestep.collectives.doubling import fold, gather_idle, scatter_idle
 from samestep.collectives.plan import Plan, check_ranks
-from samestep.collectives.rounds import fold, gather_idle, scatter_idle
 from samestep.network.messages import Ints, Messages, reverse, send
-
-__all__: list[str] = []
 
 
 def all_reduce(ranks: int) -> Plan:
@@ -61,15 +59,14 @@ def reduce_scatter(ranks: int) -> Plan:
     >>> len(reduce_scatter(8).rounds)
     3
     """
-    check_ranks(ranks)
-    idle = fold(ranks)[1]
-    return Plan(
-        "halving",
-        "reduce_scatter",
-        ranks,
-        ranks,
-        lambda: [*gather_idle(idle, width=ranks), *_farthest_first(ranks), *scatter_idle(idle, idle)],
-    )
+
+    def rounds() -> Iterator[Messages]:
+        idle = fold(ranks)[1]
+        yield from gather_idle(idle, width=ranks)
+        yield from _farthest_first(ranks)
+        yield from scatter_idle(idle, idle)
+
+    return Plan("halving", "reduce_scatter", ranks, ranks, rounds)
 
 
 def all_gather(ranks: int) -> Plan:
@@ -78,19 +75,14 @@ def all_gather(ranks: int) -> Plan:
     >>> len(all_gather(8).rounds)
     3
     """
-    check_ranks(ranks)
-    idle = fold(ranks)[1]
-    return Plan(
-        "doubling",
-        "all_gather",
-        ranks,
-        ranks,
-        lambda: [
-            *gather_idle(idle, idle, adds=False),
-            *reverse(_farthest_first(ranks), adds=False),
-            *scatter_idle(idle, width=ranks),
-        ],
-    )
+
+    def rounds() -> Iterator[Messages]:
+        idle = fold(ranks)[1]
+        yield from gather_idle(idle, idle, adds=False)
+        yield from reverse(_farthest_first(ranks), adds=False)
+        yield from scatter_idle(idle, width=ranks)
+
+    return Plan("doubling", "all_gather", ranks, ranks, rounds)
 
 
 def _halving(members: Ints, edges: Ints, bits: Iterable[int]) -> Iterator[Messages]:

@@ -31,8 +31,6 @@ from samestep.collectives.plan import Plan, check_ranks
 from samestep.errors import UsageError
 from samestep.network.messages import Ints, Messages, remap
 
-__all__: list[str] = []
-
 
 def all_reduce(ranks: int, local: int, across: Callable[[int], Plan] = ring.all_reduce) -> Plan:
     """Returns the plan by which all ranks end with the sum.
@@ -67,7 +65,6 @@ def broadcast(ranks: int, local: int, root: int = 0) -> Plan:
         3
     """
     hosts = _hosts(ranks, local)
-    check_ranks(ranks, root)
     host, place = divmod(root, local)
 
     def rounds() -> Iterator[Messages]:

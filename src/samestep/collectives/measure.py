@@ -27,8 +27,6 @@ from samestep.collectives.point_to_point import PointToPoint
 from samestep.errors import UsageError
 from samestep.network.links import Link, Links, fit
 
-__all__: list[str] = []
-
 SIZES = (8, 4096, 65536, 1 << 20)  # bytes: where latency is all, where bandwidth is, and between
 SERIES = 5
 MESSAGES = 8  # in a series

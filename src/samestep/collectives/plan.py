@@ -35,8 +35,6 @@ from samestep.errors import UsageError
 from samestep.network.messages import AllToAll, Messages, send
 from samestep.topology import cut_evenly
 
-__all__: list[str] = []
-
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
 
 

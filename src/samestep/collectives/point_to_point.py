@@ -15,8 +15,6 @@ from torch import Tensor
 
 from samestep.collectives.engine import Work
 
-__all__: list[str] = []
-
 
 class PointToPoint:
     """A transport among the ranks of a process group, which must carry host memory (gloo, MPI).

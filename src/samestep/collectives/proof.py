@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from samestep.collectives.plan import Plan, execute
 from samestep.errors import UsageError
 
-__all__: list[str] = []
-
 
 class ExpressionTable:
     """Makes expressions, each only once.
@@ -66,19 +64,12 @@ class ExpressionTable:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SumExpr:
-    """An expression; made by :class:`ExpressionTable`.
+    """An expression; made by :class:`ExpressionTable`."""
 
-    Attributes:
-        sums: that made it.
-        number: no other expression of `sums` has it.
-        ranks: whose contributions are in it, one bit each.
-        parts: the two that were added; none if it is what one rank brought.
-    """
-
-    sums: ExpressionTable
-    number: int
-    ranks: int
-    parts: tuple[SumExpr, ...]
+    sums: ExpressionTable  # that made it
+    number: int  # no other expression of `sums` has it
+    ranks: int  # whose contributions are in it, one bit each
+    parts: tuple[SumExpr, ...]  # the two that were added; none if it is what one rank brought
 
     def __add__(self, other: SumExpr) -> SumExpr:
         return self.sums.add(self, other)
@@ -140,19 +131,11 @@ def _brought(plan: Plan, sums: ExpressionTable, rank: int, at: int) -> SumExpr:
 
 
 def _check_whole(plan: Plan, rank: int, at: int, result: SumExpr) -> None:
-    if plan.operation == "all_gather":
-        expected = 1 << at * plan.ranks // plan.blocks
-    elif plan.operation == "broadcast":
-        expected = 1 << plan.root
+    """Refuses what a rank ends with in one block, unless it is what the operation says."""
+    if plan.operation in {"all_gather", "broadcast"}:
+        source = plan.root if plan.operation == "broadcast" else at * plan.ranks // plan.blocks
+        expected, words = 1 << source, f"that of rank {source}"
     else:
-        expected = (1 << plan.ranks) - 1
+        expected, words = (1 << plan.ranks) - 1, f"the sum over all {plan.ranks} ranks"
     if result.ranks != expected:
-        raise UsageError(
-            f"{plan.name}: rank {rank} ends with {result} in block {at}, not with {_expectation(plan, at)}"
-        )
-
-
-def _expectation(plan: Plan, at: int) -> str:
-    if plan.operation == "all_gather":
-        return f"that of rank {at * plan.ranks // plan.blocks}"
-    return f"that of rank {plan.root}" if plan.operation == "broadcast" else f"the sum over all {plan.ranks} ranks"
+        raise UsageError(f"{plan.name}: rank {rank} ends with {result} in block {at}, not with {words}")

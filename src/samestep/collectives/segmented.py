@@ -35,10 +35,7 @@ import numpy as np
 
 from samestep.collectives import ring
 from samestep.collectives.plan import Operation, Plan
-from samestep.collectives.rounds import with_root
-from samestep.network.messages import Messages, reverse, send
-
-__all__: list[str] = []
+from samestep.network.messages import Messages, reverse, send, with_root
 
 
 def all_reduce(ranks: int, segments: int = 2) -> Plan:

@@ -18,9 +18,6 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__: list[str] = []
-
-
 NAME = "samestep"  # by which /proc shows it
 MADE = re.compile(rf"(/memfd:{NAME}|/.*/torch_\d+_\d+_\d+) \(deleted\)")  # a tensor's is torch's
 
@@ -82,11 +79,7 @@ def shared_segment(length: int, *, leader: int, leads: bool, exchange: Exchange)
 
     Collective: every rank that `exchange` reaches must call it; several may lead, each those who name it.
 
-    Args:
-        length: in bytes.
-        leader: the place, in what `exchange` returns, of the rank that makes it.
-        leads: whether that is this rank.
-        exchange: how the ranks communicate.
+    `leader` is the place, in what `exchange` returns, of the rank that makes it.
     """
     own = Segment(length) if leads else None
     try:

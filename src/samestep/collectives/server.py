@@ -23,11 +23,8 @@ from __future__ import annotations
 import numpy as np
 
 from samestep.collectives.plan import Plan, check_ranks
-from samestep.collectives.rounds import with_root
 from samestep.errors import UsageError
-from samestep.network.messages import AllToAll, Messages, reverse, send
-
-__all__: list[str] = []
+from samestep.network.messages import AllToAll, Messages, reverse, send, with_root
 
 
 def all_reduce(ranks: int, servers: int = 1) -> Plan:
@@ -50,25 +47,21 @@ def all_reduce(ranks: int, servers: int = 1) -> Plan:
 
 def reduce_scatter(ranks: int) -> Plan:
     """Returns the plan by which rank r ends with block r of the sum: every rank is a server, and nobody pulls."""
-    check_ranks(ranks)
     return Plan("direct", "reduce_scatter", ranks, ranks, lambda: reverse(_pull(ranks, ranks)))
 
 
 def all_gather(ranks: int) -> Plan:
     """Returns the plan by which all ranks end with block r of rank r, for every r, each sent by who has it."""
-    check_ranks(ranks)
     return Plan("direct", "all_gather", ranks, ranks, lambda: _pull(ranks, ranks))
 
 
 def broadcast(ranks: int, root: int = 0) -> Plan:
     """Returns the plan by which `root` sends what it has to every other rank."""
-    check_ranks(ranks, root)
     return Plan("direct", "broadcast", ranks, 1, lambda: with_root(_pull(ranks, 1), ranks, root), root)
 
 
 def reduce(ranks: int, root: int = 0) -> Plan:
     """Returns the plan by which every other rank sends all it has to `root`, which ends with the sum."""
-    check_ranks(ranks, root)
     return Plan("direct", "reduce", ranks, 1, lambda: with_root(reverse(_pull(ranks, 1)), ranks, root), root)
 
 

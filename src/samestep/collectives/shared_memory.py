@@ -36,8 +36,6 @@ from samestep.collectives.counters import DONE, READY, SharedCounters
 from samestep.collectives.segments import open_segment, shared_segment
 from samestep.errors import StepError
 
-__all__: list[str] = []
-
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  (where torch makes shared storages; they have no name for longer than that)
 BLOCK = 1 << 19  # bytes of all ranks' blocks together: half of a core's own cache
 ALIGNMENT = 64  # bytes: no two ranks write to one cache line
@@ -265,7 +263,6 @@ class SharedMemoryAllReduce:
         self._written.append(one)
 
     def next_number(self) -> int:
-        """Returns the number of the next all-reduce."""
         self._number += 1
         return self._number
 
@@ -328,7 +325,6 @@ class _StagingBuffer:
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether a tensor has been moved into shared memory."""
     shared: bool = tensor.is_shared()  # type: ignore[no-untyped-call]
     return shared
 

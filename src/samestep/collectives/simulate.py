@@ -9,8 +9,6 @@ from torch import Tensor
 from samestep.collectives.plan import Plan, execute
 from samestep.errors import UsageError
 
-__all__: list[str] = []
-
 
 def run(plan: Plan, buffers: Sequence[Tensor]) -> None:
     """Executes a plan on every rank's buffer, in place.

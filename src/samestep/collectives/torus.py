@@ -23,18 +23,17 @@ for the quarters, P. Sack and W. Gropp, "Collective algorithms for multiported t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
+from typing import cast
 
 import numpy as np
 
 from samestep.collectives import ring
 from samestep.collectives.hierarchical import two_levels
 from samestep.collectives.plan import Plan
-from samestep.collectives.rounds import in_parallel
 from samestep.errors import UsageError
-from samestep.network.messages import Ints, Messages, remap
-
-__all__: list[str] = []
+from samestep.network.messages import Ints, MessageRound, Messages, remap, send
 
 
 def all_reduce(rows: int, columns: int, parts: int = 1) -> Plan:
@@ -89,6 +88,16 @@ def all_gather(rows: int, columns: int) -> Plan:
         yield from remap(ring.gather(rows), grid.T, scale=columns)
 
     return Plan(f"torus {rows}x{columns}", "all_gather", grid.size, grid.size, rounds)
+
+
+def in_parallel(several: Iterable[Iterable[Messages]]) -> Iterator[MessageRound]:
+    """Yields the first rounds of all as one round, then the second rounds, and so on; repeats are written out."""
+    single = [[(one, t) for one in rounds for t in range(one.repeat)] for rounds in several]
+    for together in zip_longest(*single):
+        on = [(cast("MessageRound", pair[0]), pair[1]) for pair in together if pair]
+        arrays = zip(*((one.sources, one.targets, one.begin(t), one.width, one.adds) for one, t in on), strict=True)
+        sources, targets, begin, width, adds = map(np.concatenate, arrays)
+        yield send(sources, targets, begin, width, adds=adds)
 
 
 def _grid(rows: int, columns: int) -> Ints:

@@ -19,26 +19,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__: list[str] = []
-
 MAX_CHUNK = 1 << 20  # elements of a piece, and of a chunk of several
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a parameter's gradient, or all of it.
-
-    Attributes:
-        parameter: its name.
-        number: among all pieces of the model.
-        begin: its first element in the parameter.
-        shape: of all its elements: one dim where the parameter is cut.
-    """
+    """A part of a parameter's gradient, or all of it."""
 
     parameter: str
-    number: int
-    begin: int
-    shape: tuple[int, ...]
+    number: int  # among all pieces of the model
+    begin: int  # its first element in the parameter
+    shape: tuple[int, ...]  # of all its elements: one dim where the parameter is cut
 
     @property
     def name(self) -> str:
@@ -50,14 +41,7 @@ class Piece:
 
 
 def pieces_of(parameter: str, shape: Sequence[int], first: int, *, most: int | None = MAX_CHUNK) -> list[Piece]:
-    """Cuts a parameter's gradient.
-
-    Args:
-        parameter: its name.
-        shape: its shape.
-        first: the number of its first piece.
-        most: elements of a piece, None for one piece.
-    """
+    """Cuts a parameter's gradient into pieces of `most` elements, numbered from `first` on; into one if None."""
     size = torch.Size(shape).numel()
     if most is None or size <= most:
         return [Piece(parameter, first, 0, tuple(shape))]
@@ -92,7 +76,6 @@ class Chunk:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Elements of each piece's rows."""
         return tuple(rows * self.block for rows in self.rows)
 
     @property
@@ -107,19 +90,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class RowOwners:
-    """Which rank adds which rows.
+    """Which rank adds which rows."""
 
-    Attributes:
-        order: [R], the rows, rank after rank.
-        counts: how many each rank has.
-        places: [R], where each row stands when `most` rows of each rank are put together.
-        pieces: [rank][piece], how many rows of each piece.
-    """
-
-    order: Tensor
-    counts: tuple[int, ...]
-    places: Tensor
-    pieces: tuple[tuple[int, ...], ...]
+    order: Tensor  # [R], the rows, rank after rank
+    counts: tuple[int, ...]  # how many each rank has
+    places: Tensor  # [R], where each row stands when `most` rows of each rank are put together
+    pieces: tuple[tuple[int, ...], ...]  # [rank][piece], how many rows of each piece
 
     @property
     def most(self) -> int:

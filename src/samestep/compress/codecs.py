@@ -16,14 +16,12 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from samestep.errors import UsageError
-
-__all__: list[str] = []
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -42,6 +40,8 @@ class Codec:
 
     feedback: bool = True
     exempt: int = 1024
+    rounds: ClassVar[int] = 2  #: messages, one after another, that a sum takes
+    cuts: ClassVar[bool] = True  #: whether a tensor may be cut into pieces
 
     def __post_init__(self) -> None:
         if not is_int(self.exempt, 0):
@@ -50,16 +50,6 @@ class Codec:
     @property
     def name(self) -> str:
         return type(self).__name__
-
-    @property
-    def rounds(self) -> int:
-        """How many messages, one after another, a sum takes."""
-        return 2
-
-    @property
-    def cuts(self) -> bool:
-        """Whether a tensor may be cut into pieces."""
-        return True
 
     def declared(self) -> dict[str, Any]:
         """Returns all that shapes the result, as JSON."""

@@ -32,22 +32,15 @@ from samestep.compress.error_feedback import ErrorFeedback
 from samestep.compress.powersgd import PowerSGD, as_matrix, first_guess, orthonormal
 from samestep.compress.topk import TopK, largest_places
 
-__all__: list[str] = []
-
 PLAIN = Plain()
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """A message to every rank, its own part each.
+    """A message to every rank, its own part each."""
 
-    Attributes:
-        packets: [sum of counts, bytes], rank after rank.
-        counts: rows for each rank; as many come from each as are this rank's own.
-    """
-
-    packets: Tensor
-    counts: tuple[int, ...]
+    packets: Tensor  # [sum of counts, bytes], rank after rank
+    counts: tuple[int, ...]  # rows for each rank; as many come from each as are this rank's own
 
 
 @dataclass(frozen=True)
@@ -63,23 +56,14 @@ Reduction = Generator[Message, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class ReductionContext:
-    """One rank's part in the sum of one chunk.
+    """One rank's part in the sum of one chunk."""
 
-    Attributes:
-        chunk: that is summed.
-        rank: this one.
-        size: how many there are.
-        step: the number of the reduction, from 0.
-        seed: of the rounding noise.
-        memory: what this rank remembers.
-    """
-
-    chunk: Chunk
-    rank: int
-    size: int
-    step: int
-    seed: int
-    memory: ErrorFeedback
+    chunk: Chunk  # that is summed
+    rank: int  # this one
+    size: int  # how many there are
+    step: int  # the number of the reduction, from 0
+    seed: int  # of the rounding noise
+    memory: ErrorFeedback  # what this rank remembers
 
     def noise(self, stage: int, lengths: list[int], device: torch.device) -> Tensor:
         """Returns uniform numbers in [0, 1), [sum of lengths], the same for the same step, in whatever buckets.
@@ -88,10 +72,7 @@ class ReductionContext:
         another place in it, a hash of step, rank and piece. Each element's noise is uniform over the steps, which is
         what makes rounding unbiased; that neighbours have the same neighbours again some day does no harm.
 
-        Args:
-            stage: 0 for what this rank brings, 1 for its share of the mean.
-            lengths: elements of each piece.
-            device: where it lies.
+        `stage` is 0 for what this rank brings, 1 for its share of the mean; `lengths` are the elements of each piece.
         """
         table = _noise_table(device)
         parts = []
@@ -111,17 +92,7 @@ def _noise_table(device: torch.device) -> Tensor:
 
 
 def mean(codec: Codec, context: ReductionContext, flat: Tensor, owners: RowOwners | None = None) -> Reduction:
-    """The mean over the ranks of a chunk's rows.
-
-    Args:
-        codec: as declared.
-        context: of this rank.
-        flat: [length of the chunk] of float32; may be changed.
-        owners: which rank adds which rows, where that is known already.
-
-    Returns:
-        The mean, as long.
-    """
+    """The mean over the ranks of a chunk's rows; `flat`, [length of the chunk] of float32, may be changed."""
     if isinstance(codec, TopK):
         return _mean_of_largest(codec, context, flat)
     if isinstance(codec, PowerSGD):

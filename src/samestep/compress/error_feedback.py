@@ -18,8 +18,6 @@ from torch import Tensor
 
 from samestep.compress.chunks import Chunk
 
-__all__: list[str] = []
-
 State = dict[str, dict[str, Tensor]]  # kind -> piece -> [elements]
 
 
@@ -69,10 +67,7 @@ def redistribute(states: Sequence[State], numbers: Mapping[str, int], block: int
     A mean is taken of what ranks bring, so the mean of their own memory goes to every new rank; the server errors, of
     the mean already, are put together from the shares, and become worker errors of every new rank.
 
-    Args:
-        states: of the ranks that were, in order.
-        numbers: of the pieces, by name.
-        block: elements of a row.
+    `numbers` are those of the pieces, by name, and `block` the elements of a row.
     """
     made: State = {}
     for kind, pieces in states[0].items():

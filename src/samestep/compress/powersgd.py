@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from samestep.compress.codecs import Codec, is_int
 from samestep.errors import UsageError
-
-__all__: list[str] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,19 +32,13 @@ class PowerSGD(Codec):
     """
 
     rank: int = 2
+    rounds: ClassVar[int] = 4
+    cuts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not is_int(self.rank, 1):
             raise UsageError(f"rank={self.rank!r} is no rank of a matrix: give a whole number, 1 or more")
-
-    @property
-    def rounds(self) -> int:
-        return 4
-
-    @property
-    def cuts(self) -> bool:
-        return False
 
     def takes(self, shape: torch.Size) -> bool:
         rows, columns = as_matrix(shape)

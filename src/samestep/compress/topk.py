@@ -17,14 +17,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from samestep.compress.codecs import Codec, is_int
 from samestep.errors import UsageError
-
-__all__: list[str] = []
 
 FIRST = 0.25  # of the elements, when a warm-up begins
 _SAMPLED = 16_384  # elements that the guess is made from
@@ -46,6 +44,7 @@ class TopK(Codec):
     momentum: float = 0.0
     warmup: int = 0
     feedback: Literal[True] = True
+    rounds: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,10 +56,6 @@ class TopK(Codec):
             raise UsageError(f"warmup={self.warmup!r} is no number of steps: give a whole number, 0 or more")
         if self.feedback is not True:
             raise UsageError("TopK without feedback would never send what is small: leave feedback out")
-
-    @property
-    def rounds(self) -> int:
-        return 1
 
     def fraction_at(self, step: int) -> float:
         """Returns the fraction of a step, counted from 0."""
@@ -74,12 +69,7 @@ class TopK(Codec):
 
 
 def largest_places(values: Tensor, count: int) -> Tensor:
-    """Returns where the `count` largest absolute values are, in ascending order; NaN counts as largest.
-
-    Args:
-        values: [n] of float32.
-        count: 1 to n.
-    """
+    """Returns where the `count` largest absolute values of [n] are, in ascending order; NaN counts as largest."""
     size, sizes = values.numel(), values.abs()
     if size > 4 * _SAMPLED and count < size // 8:
         sample = sizes[:: size // _SAMPLED]

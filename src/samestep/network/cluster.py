@@ -1,34 +1,6 @@
 """A cluster as its file describes it: hosts and devices, the links between them, and the network.
 
-    [nodes]
-    count = 16                   # hosts
-    devices = 8                  # on each; a rank for each
-    memory = "80 GB"             # of a device
-    speed = 2.5                  # of a device, relative to the one that was profiled
-
-    [links]
-    inside = { latency = "2 us", bandwidth = "300 GB/s" }      # from rank to rank on one host
-    between = { latency = "5 us", bandwidth = "100 Gbit/s" }   # from rank to rank on two, all the way
-    shared = { latency = "90 us", bandwidth = "9 GB/s" }       # all-reduces in memory, of all ranks' bytes together
-    adding = "50 GB/s"
-    nics = 1
-    crowded = 0.8                # of that bandwidth, where every host exchanges with several at once
-
-    [network]
-    kind = "fat-tree"            # switch (the default), ring, torus, fat-tree, dragonfly, slim-fly
-    hosts = 8                    # on a leaf, and so on: each kind has numbers of its own
-    hop = "0.3 us"               # of the latency, what each link on the way takes
-    placement = "linear"         # random, snake, circuit
-    routing = "minimal"          # ecmp, valiant
-
-    kind           numbers of its own                              hosts
-    switch                                                         nodes.count
-    ring                                                           nodes.count
-    torus          dims = [16, 16]                                 their product
-    fat-tree       hosts on a leaf, leaves, oversubscription       hosts x leaves; as many leaves as are needed
-                   or ports of three levels' switches              k^3/4 where nothing is oversubscribed
-    dragonfly      p, a, h, g                                      p a g, g = a h + 1 unless given
-    slim-fly       q, p                                            2 q^2 p
+The file is described in docs/plan.md, and the numbers of each kind of network in docs/topologies.md.
 
 A message between hosts takes the latency of the file as long as it passes the fewest links there are, two from host to
 switch and on to a host, one where hosts are wired to each other, and `hop` for every further one. Where there are
@@ -55,8 +27,6 @@ from samestep.network.topologies.topology import LinkTypes, Switch, Topology
 from samestep.network.topologies.torus import Torus
 from samestep.parsing import BANDWIDTH, BYTES, TIME, one_of, positive, quantity, read, whole
 
-__all__: list[str] = []
-
 _KINDS = ("switch", "ring", "torus", "fat-tree", "dragonfly", "slim-fly")
 _MOST_LINKS = 100_000_000  # a few arrays of one number for each fit, of 0.8 GB
 _MOST = 10_000_000  # ranks: what is a few numbers for each still fits a machine's memory
@@ -64,42 +34,26 @@ _MOST = 10_000_000  # ranks: what is a few numbers for each still fits a machine
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Hosts with devices, and what is between them.
+    """Hosts with devices, and what is between them."""
 
-    Attributes:
-        nodes: hosts that may be used.
-        devices: on each host; a rank for each.
-        links: as if all hosts were connected to one switch.
-        topology: what they are connected to.
-        memory: bytes of a device.
-        speed: of a device, relative to the one that was profiled.
-        placement: "linear", "random", "snake" or "circuit".
-        seed: of a placement that is random or searched for.
-        routing: of messages between hosts.
-        shared: all-reduces in the memory of one host: their latency, and bytes of all ranks together a second.
-        text: that it was read from.
-    """
-
-    nodes: int
-    devices: int
-    links: Links
-    topology: Topology
-    memory: float = math.inf
-    speed: float = 1.0
-    placement: str = "linear"
-    seed: int = 0
-    routing: Routing = MINIMAL
+    nodes: int  # hosts that may be used
+    devices: int  # on each host; a rank for each
+    links: Links  # as if all hosts were connected to one switch
+    topology: Topology  # what they are connected to
+    memory: float = math.inf  # bytes of a device
+    speed: float = 1.0  # of a device, relative to the one that was profiled
+    placement: str = "linear"  # "linear", "random", "snake" or "circuit"
+    seed: int = 0  # of a placement that is random or searched for
+    routing: Routing = MINIMAL  # of messages between hosts
+    # all-reduces in the memory of one host: their latency, and bytes of all ranks together a second
     shared: Link | None = None
-    text: str = field(default="", repr=False, compare=False)
 
     @property
     def ranks(self) -> int:
-        """How many there can be."""
         return self.nodes * self.devices
 
     @property
     def is_flat(self) -> bool:
-        """Whether one switch is all the network."""
         return isinstance(self.topology, Switch)
 
     def place(self, ranks: int) -> Placement:
@@ -143,7 +97,7 @@ def parse(text: str, source: str = "cluster.toml") -> Cluster:
     """
     given = parsing.parse_toml(text, source)
     try:
-        return _cluster(given, text)
+        return _cluster(given)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
     except OverflowError:
@@ -262,7 +216,6 @@ class _Network:
                 return Switch(link_types, count)
 
     def route(self) -> Routing:
-        """Of messages between hosts."""
         if self.parts is not None and self.routing != "valiant":
             raise UsageError(f"network.parts is of valiant routing, and routing is {self.routing}: leave it out")
         if self.routing == "valiant":
@@ -317,7 +270,7 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _cluster(given: dict[str, Any], text: str) -> Cluster:
+def _cluster(given: dict[str, Any]) -> Cluster:
     file = parsing.load(_File, given, "", "the file")
     nodes = parsing.load(_Nodes, file.nodes, "nodes", "[nodes]")
     between = parsing.load(_Links, file.links, "links", "[links]")
@@ -344,5 +297,4 @@ def _cluster(given: dict[str, Any], text: str) -> Cluster:
         seed=network.seed,
         routing=network.route(),
         shared=between.shared,
-        text=text,
     )

@@ -25,8 +25,6 @@ from itertools import combinations
 from samestep.errors import UsageError
 from samestep.text import bytes_text, seconds_text
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Link:
@@ -92,14 +90,6 @@ class Links:
             raise UsageError(f"a rank adds {self.adding_bytes_per_s} bytes/s: give a number above 0")
         if self.between is not None and self.local is None:
             raise UsageError("there is a link between hosts, but not how many ranks are on each: give local=")
-
-    def host(self, rank: int) -> int:
-        """Returns the number of the host that `rank` stands on.
-
-        >>> [Links(Link(0, 1), local=4).host(rank) for rank in (0, 3, 4)]
-        [0, 0, 1]
-        """
-        return 0 if self.local is None else rank // self.local
 
     def across(self) -> Link:
         """Returns the link between hosts, or the only one there is."""

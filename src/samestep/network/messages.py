@@ -18,8 +18,6 @@ import numpy as np
 from numpy import bool_, float64, int64
 from numpy.typing import NDArray
 
-__all__: list[str] = []
-
 Ints = NDArray[int64]
 Floats = NDArray[float64]
 Bools = NDArray[bool_]
@@ -27,23 +25,14 @@ Bools = NDArray[bool_]
 
 @dataclass(frozen=True, eq=False)
 class MessageRound:
-    """Messages that are sent at once, `repeat` times.
+    """Messages that are sent at once, `repeat` times."""
 
-    Attributes:
-        sources: the rank that each comes from.
-        targets: the rank that each goes to.
-        begin: the first block of each, by repetition.
-        width: blocks of each; one number for all, or an array.
-        adds: whether the target adds them, or replaces its own; likewise.
-        repeat: how often. From the second repetition on, all depend alike on the one before.
-    """
-
-    sources: Ints
-    targets: Ints
-    begin: Callable[[int], Ints]
-    width: Any
-    adds: Any
-    repeat: int = 1
+    sources: Ints  # the rank that each comes from
+    targets: Ints  # the rank that each goes to
+    begin: Callable[[int], Ints]  # the first block of each, by repetition
+    width: Any  # blocks of each; one number for all, or an array
+    adds: Any  # whether the target adds them, or replaces its own; likewise
+    repeat: int = 1  # how often. From the second repetition on, all depend alike on the one before
 
     def __post_init__(self) -> None:
         for name in ("width", "adds"):
@@ -78,32 +67,22 @@ class AllToAll:
     """Every rank of a group is sent its own block by all others, or sends it to all others, at once.
 
     Kept as a rule, because p ranks exchange p (p - 1) messages.
-
-    Attributes:
-        members: `members[g, i]` is rank i of group g.
-        offset: the first block of each group.
-        scale: blocks of each rank.
-        adds: each rank is sent its own block, and adds it; or it sends its own block, which replaces the others'.
-        repeat: 1.
     """
 
-    members: Ints
-    offset: Ints
-    scale: int
-    adds: bool
+    members: Ints  # `members[g, i]` is rank i of group g
+    offset: Ints  # the first block of each group
+    scale: int  # blocks of each rank
+    adds: bool  # each rank is sent its own block, and adds it; or it sends its own block, which replaces the others'
     repeat: int = 1
 
     @property
     def group(self) -> int:
-        """How many ranks each group has."""
         return int(self.members.shape[1])
 
     def reversed(self, *, adds: bool) -> AllToAll:
-        """Returns the round run backwards."""
         return replace(self, adds=adds)
 
     def remapped(self, members: Ints, offset: Ints, scale: int) -> AllToAll:
-        """Returns the round with rank i played by `members[g, i]` in every group g, on blocks of its own."""
         return AllToAll(
             members[:, self.members].reshape(-1, self.group),
             (offset[:, None] + self.offset * scale).ravel(),
@@ -182,3 +161,8 @@ def remap(rounds: Iterable[Messages], members: Any, offset: Any = 0, scale: int 
         else:
             mapped = replace(mapped, sources=done.sources, targets=done.targets)  # the same objects, priced once
         yield mapped
+
+
+def with_root(rounds: Iterable[Messages], ranks: int, root: int) -> Iterator[Messages]:
+    """Yields the rounds with rank 0 played by `root`, and every other by the rank as far behind it."""
+    return remap(rounds, (np.arange(ranks) + root) % ranks)

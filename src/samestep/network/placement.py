@@ -29,29 +29,20 @@ from samestep.network.messages import Ints
 from samestep.network.topologies.topology import Topology
 from samestep.seeding import derive_seed
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Placement:
-    """The host of each rank.
-
-    Attributes:
-        name: of the choice.
-        hosts: of rank 0, 1, 2, ...
-    """
+    """The host of each rank."""
 
     name: str
-    hosts: tuple[int, ...]
+    hosts: tuple[int, ...]  # of rank 0, 1, 2, ...
 
     @property
     def ranks(self) -> int:
-        """How many are placed."""
         return len(self.hosts)
 
     @cached_property
     def array(self) -> Ints:
-        """The hosts, for computing."""
         return np.array(self.hosts, dtype=np.int64)
 
 

@@ -29,9 +29,7 @@ less than one element, so a plan costs at most rounds x element size x beta more
 round counts as one span of blocks; every algorithm here has one.
 
 An all-to-all of more than 4 million messages is known on a network by samples: as many shifts as have so many
-messages, 32 at least, spread over all distances, stand for the others. Chance puts several on one link, so the answer
-is too long rather than too short: for 1,056 to 2,048 ranks and 32 shifts it was 1.0 (fat tree, in order) to 2.4 times
-the whole (Slim Fly).
+messages, 32 at least, spread over all distances, stand for the others (how good they are: docs/topologies.md).
 """
 
 from __future__ import annotations
@@ -51,8 +49,6 @@ from samestep.network.routing import MINIMAL, Routing, link_loads
 from samestep.network.topologies.topology import Topology
 from samestep.text import seconds_text
 
-__all__: list[str] = []
-
 T = TypeVar("T")
 
 _MOST = 4_000_000  # messages of an all-to-all that are counted: in a second or two
@@ -62,21 +58,14 @@ _HELD = 500_000  # messages of it at once, a few arrays of that length
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds, and what they go into.
+    """Seconds, and what they go into."""
 
-    Attributes:
-        latency_s: alpha of the messages.
-        transfer_s: beta of their bytes.
-        adding_s: gamma of what is added while nothing travels.
-    """
-
-    latency_s: float = 0
-    transfer_s: float = 0
-    adding_s: float = 0
+    latency_s: float = 0  # alpha of the messages
+    transfer_s: float = 0  # beta of their bytes
+    adding_s: float = 0  # gamma of what is added while nothing travels
 
     @property
     def seconds(self) -> float:
-        """The whole."""
         return self.latency_s + self.transfer_s + self.adding_s
 
     def __add__(self, other: Price) -> Price:
@@ -86,41 +75,27 @@ class Price:
 
 
 class Line(NamedTuple):
-    """Seconds of one rank's round, for n bytes of the buffer.
+    """Seconds of one rank's round, for n bytes of the buffer."""
 
-    Attributes:
-        latency_s: of no bytes.
-        transfer: seconds for each byte.
-        adding: seconds for each byte, before the round.
-    """
-
-    latency_s: float
-    transfer: float
-    adding: float
+    latency_s: float  # of no bytes
+    transfer: float  # seconds for each byte
+    adding: float  # seconds for each byte, before the round
 
     def price(self, nbytes: float) -> Price:
-        """Returns what so many bytes take."""
         return Price(self.latency_s, nbytes * self.transfer, nbytes * self.adding)
 
 
 class Term(NamedTuple):
-    """A round.
+    """A round."""
 
-    Attributes:
-        lines: of which it lasts as long as the highest.
-        hidden: seconds for each byte that are added meanwhile.
-    """
-
-    lines: tuple[Line, ...]
-    hidden: float
+    lines: tuple[Line, ...]  # of which it lasts as long as the highest
+    hidden: float  # seconds for each byte that are added meanwhile
 
     def seconds(self, nbytes: float) -> float:
-        """Returns how long it lasts."""
         travels = max((line.latency_s + nbytes * (line.transfer + line.adding) for line in self.lines), default=0.0)
         return max(travels, nbytes * self.hidden)
 
     def price(self, nbytes: float) -> Price:
-        """Returns how long it lasts, and what that goes into."""
         prices = (line.price(nbytes) for line in self.lines)
         longest = max(prices, key=lambda one: one.seconds, default=Price())
         return longest + Price(adding_s=max(0.0, nbytes * self.hidden - longest.seconds))
@@ -128,22 +103,15 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True)
 class CollectivePrice:
-    """The price of one collective, for any number of bytes.
+    """The price of one collective, for any number of bytes."""
 
-    Attributes:
-        terms: its rounds, and how often each comes.
-        rounds: how many there are.
-    """
-
-    terms: Mapping[Term, int]
-    rounds: int
+    terms: Mapping[Term, int]  # its rounds, and how often each comes
+    rounds: int  # how many there are
 
     def seconds(self, nbytes: float) -> float:
-        """Returns how long it takes."""
         return sum(times * term.seconds(nbytes) for term, times in self.terms.items())
 
     def price(self, nbytes: float) -> Price:
-        """Returns how long it takes, and what that goes into."""
         found = [(times, term.price(nbytes)) for term, times in self.terms.items()]
         return Price(
             sum(times * one.latency_s for times, one in found),
@@ -171,14 +139,7 @@ def price(plan: Rounds, nbytes: float, links: Links) -> Price:
 
 
 def price_lines(plan: Rounds, links: Links, network: PlacedNetwork | None = None) -> CollectivePrice:
-    """Returns what a plan costs for any number of bytes.
-
-    Args:
-        plan: the rounds.
-        links: among the ranks.
-        network: that the hosts stand at, with the host of each rank; one switch, and `links.local` ranks on each host,
-            where None.
-    """
+    """Returns what a plan costs for any number of bytes, on a network or, if None, at one switch for all hosts."""
     ports, gamma = _Ports(plan, links, network), 1 / (links.adding_bytes_per_s * plan.blocks)
     terms: dict[Term, int] = defaultdict(int)
     before: _Added | None = None
@@ -362,33 +323,19 @@ class _Ports:
 
 
 class Crossing(NamedTuple):
-    """A round through the network, or inside the hosts, where a block is one byte.
+    """A round through the network, or inside the hosts, where a block is one byte."""
 
-    Attributes:
-        latency_s: of the message that takes longest.
-        transfer: seconds of the busiest link.
-        alone: seconds of the largest message if nothing else were in the network.
-        busiest: that link; None where nothing crosses, or where it is inside a host.
-    """
-
-    latency_s: float = 0
-    transfer: float = 0.0
-    alone: float = 0.0
-    busiest: int | None = None
+    latency_s: float = 0  # of the message that takes longest
+    transfer: float = 0.0  # seconds of the busiest link
+    alone: float = 0.0  # seconds of the largest message if nothing else were in the network
+    busiest: int | None = None  # that link; None where nothing crosses, or where it is inside a host
 
     def line(self, blocks: int) -> tuple[float, float]:
-        """Returns latency, and seconds for each byte of a buffer of so many blocks."""
         return self.latency_s, self.transfer / blocks
 
 
 class PlacedNetwork:
-    """Ranks placed on the hosts of a network.
-
-    Args:
-        topology: with what its links cost.
-        placement: of the ranks on its hosts.
-        routing: of the messages.
-    """
+    """Ranks placed on the hosts of a network."""
 
     def __init__(self, topology: Topology, placement: Placement, routing: Routing = MINIMAL) -> None:
         self.topology = topology
@@ -471,7 +418,6 @@ class ContendedPrice:
 
     @property
     def seconds(self) -> float:
-        """The whole."""
         return self.price.seconds
 
     @property

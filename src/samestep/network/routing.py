@@ -16,40 +16,24 @@ Source: L. Valiant, "A scheme for fast parallel communication", SIAM J. Computin
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from samestep.errors import UsageError
 from samestep.network.messages import Floats, Ints
-from samestep.network.topologies.topology import Hop, Segments, Topology
+from samestep.network.topologies.topology import Segments, Topology
 from samestep.seeding import GOLDEN, derive_seed, splitmix64
-
-__all__: list[str] = []
 
 
 @dataclass(frozen=True)
 class Routing:
-    """A choice of ways.
-
-    Attributes:
-        name: of the choice.
-        split: evenly over all ways that are equally short.
-        seed: of the random switches that messages go by; where None, they go straight.
-        parts: equal ones that each message is cut into, each with a random switch of its own.
-    """
+    """A choice of ways."""
 
     name: str
-    split: bool = False
-    seed: int | None = None
-    parts: int = 1
-
-    @property
-    def splits(self) -> bool:
-        """Whether a message may go several ways at once."""
-        return self.split or self.parts > 1
+    split: bool = False  # evenly over all ways that are equally short
+    seed: int | None = None  # of the random switches that messages go by; where None, they go straight
+    parts: int = 1  # equal ones that each message is cut into, each with a random switch of its own
 
     def segments(self, topology: Topology, sources: Ints, targets: Ints) -> list[Segments]:
         """Returns the ways of each part of messages between hosts, from router to router."""
@@ -77,27 +61,12 @@ def valiant(seed: int = 0, parts: int = 1) -> Routing:
         UsageError: fewer than 1 part.
 
     Example:
-        >>> valiant(seed=3).splits, valiant(parts=16).splits
-        (False, True)
+        >>> valiant(seed=3, parts=16)
+        Routing(name='valiant', split=False, seed=3, parts=16)
     """
     if parts < 1:
         raise UsageError(f"a message cannot be cut into {parts} parts: give 1 or more")
     return Routing("valiant", seed=seed, parts=parts)
-
-
-def hops(topology: Topology, routing: Routing, sources: Ints, targets: Ints) -> Iterator[Hop]:
-    """Yields the hops of messages between hosts, ports included; links bear their numbers in the topology.
-
-    The hops of one message come in their order.
-    """
-    everyone, whole = np.arange(len(sources)), np.ones(len(sources))
-    if not topology.hosts_are_routers:
-        yield Hop(everyone, sources, whole)
-    for segments in routing.segments(topology, sources, targets):
-        for hop in topology.hops(segments, split=routing.split):
-            yield Hop(hop.messages, hop.links + topology.first_router_link, hop.shares / routing.parts)
-    if not topology.hosts_are_routers:
-        yield Hop(everyone, topology.hosts + targets, whole)
 
 
 def link_loads(
@@ -140,55 +109,6 @@ def link_loads(
         total[topology.first_router_link :] += on_links
         latencies += on_the_way / routing.parts
     return total, latencies
-
-
-def flow(topology: Topology, routing: Routing, source: int, target: int) -> dict[int, float]:
-    """Returns how much of a message passes on each link, in the order of the way.
-
-    Raises:
-        UsageError: a host that the topology has not.
-
-    Example:
-        >>> from samestep.network.links import Link
-        >>> from samestep.network.topologies.topology import LinkTypes
-        >>> from samestep.network.topologies.fat_tree import leaf_spine
-        >>> tree = leaf_spine(LinkTypes(Link(1e-6, 25e9)), leaves=2, hosts=2, spines=2)
-        >>> flow(tree, ECMP, 0, 3)
-        {0: 1.0, 8: 0.5, 9: 0.5, 14: 0.5, 15: 0.5, 7: 1.0}
-    """
-    _check(topology, source, target)
-    shares: dict[int, float] = defaultdict(float)
-    if source != target:
-        for hop in hops(topology, routing, np.array([source]), np.array([target])):
-            for link, share in zip(hop.links.tolist(), hop.shares.tolist(), strict=True):
-                shares[link] += share
-    return {link: share for link, share in shares.items() if share}
-
-
-def path(topology: Topology, routing: Routing, source: int, target: int) -> list[int]:
-    """Returns the vertices on the way of a message that is not split.
-
-    >>> from samestep.network.links import Link
-    >>> from samestep.network.topologies.topology import LinkTypes
-    >>> from samestep.network.topologies.torus import Torus
-    >>> path(Torus(LinkTypes(Link(1e-6, 50e9)), (3, 4)), MINIMAL, 0, 10)
-    [0, 1, 2, 10]
-
-    Raises:
-        UsageError: a host that the topology has not, or a routing that splits.
-    """
-    if routing.splits:
-        raise UsageError(f"{routing.name} splits a message over several paths: ask for its flow")
-    _check(topology, source, target)
-    walked = hops(topology, routing, np.array([source]), np.array([target])) if source != target else ()
-    links = [link for hop in walked for link in hop.links.tolist()]
-    return [source, *(topology.ends(link)[1] for link in links)]
-
-
-def _check(topology: Topology, *hosts: int) -> None:
-    for host in hosts:
-        if not 0 <= host < topology.hosts:
-            raise UsageError(f"host {host} is not in {topology.name}: give one of 0 to {topology.hosts - 1}")
 
 
 def _draws(seed: int, part: int, sources: Ints, targets: Ints) -> Ints:

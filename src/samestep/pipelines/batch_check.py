@@ -16,7 +16,7 @@ describe their messages anew. PyTorch's stages hang, or go on with what they onc
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,8 +28,6 @@ from samestep.pipelines.tensor_meta import TensorMeta, describe
 from samestep.runtime.axis import Axis
 from samestep.runtime.exchange import all_gather_json
 from samestep.runtime.scalar_sums import PendingSum, StepTag
-
-__all__: list[str] = []
 
 Ranges = Sequence[tuple[int, int]]  # by micro-batch, its samples
 
@@ -45,7 +43,6 @@ class ShapeKeys(Protocol):
 
 
 def split_targets(batch: Any) -> tuple[Sequence[Any], Any]:
-    """Returns inputs and targets."""
     if not isinstance(batch, list | tuple) or len(batch) < 2:
         raise DataError(
             f"a pipeline's batch is a {type(batch).__name__}: it takes inputs and targets, in a tuple or list, the "
@@ -55,7 +52,6 @@ def split_targets(batch: Any) -> tuple[Sequence[Any], Any]:
 
 
 def count_samples(batch: Sequence[Any]) -> int:
-    """Returns how many samples a batch has."""
     sizes = {len(each) for each in tensors_of(batch)}
     if not sizes:
         raise DataError("the batch has no tensor: inputs and targets are tensors, of which dim 0 runs over the samples")
@@ -102,11 +98,20 @@ def sample_bytes(targets: Any) -> Iterator[bytes]:
 class CheckedShapes:
     """The shape keys of a step's micro-batches; asking for one first checks that all ranks have the same."""
 
-    def __init__(self, keys: Sequence[Hashable], verify: Callable[[], int]) -> None:
-        self._keys, self.verify = keys, verify
+    def __init__(self, check: BatchCheck, keys: Sequence[Hashable], pending: PendingSum, text: str) -> None:
+        self._check, self._keys, self._text = check, keys, text
+        self._pending: PendingSum | None = pending
 
     def __getitem__(self, micro_batch: int) -> Hashable:
         return self.verify(), self._keys[micro_batch]
+
+    def verify(self) -> int:
+        """Waits for the sum once; returns how often `requires_grad` has changed. Collective over the pipeline."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            first, squares = pending.wait()
+            self._check.verify(first, squares, self._text)
+        return self._check.changes
 
 
 class BatchCheck:
@@ -118,7 +123,7 @@ class BatchCheck:
         self._axis, self._number = axis, number
         self._parameters, self._aliases = parameters, aliases
         self._requires_grad: dict[str, bool] = {}
-        self._steps = self._changes = 0
+        self._steps = self.changes = 0
 
     def start(self, inputs: Sequence[Any], targets: Any, ranges: Ranges, *, trains: bool) -> CheckedShapes:
         """Tells the other ranks what this one is about to do; returns its shape keys. Collective over the pipeline.
@@ -139,28 +144,18 @@ class BatchCheck:
         value = _digest(text, targets)
         tag = StepTag("batch", self._number, 0, self._steps)
         pending = self._axis.start_sum(float(value + _CHANGED * changed), float(value * value), tag=tag)
-        shapes = CheckedShapes(keys, self._verifier(pending, text))
+        shapes = CheckedShapes(self, keys, pending, text)
         if self._axis.size == 1:
             shapes.verify()
         return shapes
 
-    def _verifier(self, pending: PendingSum, text: str) -> Callable[[], int]:
-        """Returns a function that waits for the sum once, and returns how often `requires_grad` has changed."""
-        done = False
-
-        def verify() -> int:
-            nonlocal done
-            if not done:
-                done = True
-                first, squares = pending.wait()
-                changed, values = divmod(int(first), _CHANGED)
-                if self._axis.size * int(squares) != values * values:
-                    self._raise_different(text)
-                if changed:
-                    self._exchange_requires_grad()
-            return self._changes
-
-        return verify
+    def verify(self, first: float, squares: float, text: str) -> None:
+        """Looks at the sums of all ranks' values; `text` is this rank's step in words. Collective if they differ."""
+        changed, values = divmod(int(first), _CHANGED)
+        if self._axis.size * int(squares) != values * values:
+            self._raise_different(text)
+        if changed:
+            self._exchange_requires_grad()
 
     def _raise_different(self, own: str) -> None:
         """Collective over the pipeline."""
@@ -179,7 +174,7 @@ class BatchCheck:
 
     def _exchange_requires_grad(self) -> None:
         """Checks that a weight of several stages is frozen under all of its names. Collective over the pipeline."""
-        self._changes += 1
+        self.changes += 1
         tied = {*self._aliases, *self._aliases.values()}
         own = {name: requires_grad for name, requires_grad in self._requires_grad.items() if name in tied}
         known: dict[str, tuple[str, bool]] = {}

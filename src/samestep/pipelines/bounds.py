@@ -40,30 +40,19 @@ import numpy as np
 from samestep.pipelines.layers import Device, Layer, Link
 from samestep.schedule.schedule import ACCUMULATES, BACKWARDS, Action, Actions, Schedule
 
-__all__: list[str] = []
-
 Ends = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentCosts:
-    """Layers as matrices over [begin, end): what those in between cost as one stage.
-
-    Attributes:
-        layers: in their order.
-        devices: by stage.
-        schedule: of the step; the bound is that of one stage a rank.
-        link: between a stage and the next.
-        state: copies of the parameters that are kept.
-        colocated: sets of layers that must be in one stage.
-    """
+    """Layers as matrices over [begin, end): what those in between cost as one stage."""
 
     layers: Sequence[Layer]
-    devices: Sequence[Device]
-    schedule: Schedule
-    link: Link
-    state: float
-    colocated: Sequence[frozenset[int]]
+    devices: Sequence[Device]  # by stage
+    schedule: Schedule  # of the step; the bound is that of one stage a rank
+    link: Link  # between a stage and the next
+    state: float  # copies of the parameters that are kept
+    colocated: Sequence[frozenset[int]]  # sets of layers that must be in one stage
 
     @property
     def length(self) -> int:
@@ -93,7 +82,6 @@ class SegmentCosts:
 
     @cached_property
     def _backward(self) -> str:
-        """What the stage before waits for."""
         return "I" if self.schedule.split_backwards else "B"
 
     @cached_property
@@ -177,14 +165,9 @@ class SegmentCosts:
         """Seconds that a message into a stage takes while it works; where they do not overlap, it is left out."""
         return self.message_s[:, None] * (1.0 if self.link.overlap else 0.0)
 
-    def at_least(self, ends: Sequence[int]) -> float:
-        """Returns seconds that no step cut so undercuts; inf where a device has too little memory."""
-        pairs = list(enumerate(zip((0, *ends), ends, strict=False)))
-        if not all(self.allowed[stage][pair] for stage, pair in pairs):
-            return math.inf
-        total = sum(float(self.sums[stage][pair]) for stage, pair in pairs)
-        forwards = max(float(self.forwards[stage][pair]) for stage, pair in pairs)
-        return total + self.before * forwards + max(float(self.remaining[stage][pair]) for stage, pair in pairs)
+    def fits(self, ends: Ends) -> bool:
+        """Whether every stage may be one, and its device has the memory."""
+        return all(self.allowed[stage][pair] for stage, pair in enumerate(zip((0, *ends), ends, strict=False)))
 
 
 # --- several stages a rank --------------------------------------------------------------------------
@@ -194,11 +177,7 @@ Row = Counter[tuple[str, int]]
 
 
 def bound_rows(schedule: Schedule, *, overlap: bool) -> dict[int, list[Row]]:
-    """Returns, by rank, sums that no step undercuts; as many for each, in the same order.
-
-    Args:
-        schedule: of forwards and whole backwards.
-        overlap: whether messages travel while the ranks work.
+    """Returns, by rank, sums that no step with whole backwards undercuts; as many for each, in the same order.
 
     Example:
         >>> from samestep.schedule.algorithms import interleaved
@@ -293,10 +272,6 @@ class InterleavedBound:
         """Whether every stage may be one, and every rank has the memory for its own."""
         whole = all(self._costs.whole[pair] for pair in zip((0, *ends), ends, strict=False))
         return whole and bool((self._sums(ends)[self.num_times :] <= self.limits).all())
-
-    def at_least(self, ends: Ends) -> float:
-        """Returns seconds that no step cut so undercuts."""
-        return float(self._sums(ends)[: self.num_times].max())
 
     def _sums(self, ends: Ends) -> Any:
         pairs = zip((0, *ends), ends, strict=False)

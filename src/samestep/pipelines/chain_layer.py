@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__: list[str] = []
-
 Call = Callable[[Any], Any]  # what one layer gives -> what the next gives; several tensors are a tuple
 
 
@@ -40,10 +38,7 @@ def extract(model: nn.Module, targets: Iterable[str], constants: Mapping[str, Te
 
     So its state_dict has the keys of the model's, and a checkpoint of all parts is a checkpoint of the model.
 
-    Args:
-        model: that they are of.
-        targets: names of modules, parameters, buffers or attributes.
-        constants: tensors that the model does not have, by name; some of the targets.
+    `constants` are tensors that the model does not have, under names that are among the targets.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 1)))

@@ -1,25 +1,37 @@
-"""The devices of one process that holds all stages, and whether they are available.
+"""The devices of one process that holds all stages, and copies from one to another while both compute.
 
     4 processes x 2 devices, devices=2         process 0   1   2   3
                                     stage 0       cuda:0   2   4   6     sum their gradients
                                     stage 1       cuda:1   3   5   7     sum theirs
 
 Where every process sees only its own GPUs, as under Slurm's --gpus-per-task, they are cuda:0 and cuda:1 in each.
+
+Copies have streams of their own:
+
+    cuda:0   computes   F0.0 │ F0.1   F0.2   F0.3        1  a copy begins when what it copies is computed
+             copies          1─▶ a0 ── a1 ── a2          2  the stage that needs it waits for it, and for nothing else
+    cuda:1   copies              a0 ── a1 ── a2          3  memory is free again when both streams are done with it
+             computes                2─▶ F1.0   F1.1
+
+`tensor.to("cuda:1")` queues the copy behind the kernels of both devices, and their next kernels behind the copy. With
+copy streams, torchgpipe had 34 % more throughput of a U-Net on four GPUs (C. Kim et al., "torchgpipe", 2020). The CPU
+has no streams: the host waits for a copy from a GPU before it reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
+from samestep.data.batches import tensors_of, to_device
 from samestep.errors import DeviceError, UsageError
 from samestep.machine import machine
 from samestep.runtime.device import check_no_shared_gpu, choose_device, gpu_uuid
 from samestep.runtime.exchange import all_gather_json, raise_on_all_ranks
 from samestep.runtime.world import World
-
-__all__: list[str] = []
 
 DevicesArg = Sequence[torch.device | str] | int | None
 
@@ -113,3 +125,64 @@ def check_number(devices: int, stages: int, schedule: str) -> None:
     """Refuses a number of devices that stages cannot be divided among."""
     if devices != stages and not (devices and schedule == "interleaved" and stages % devices == 0):
         raise UsageError(f"{devices} device{'' if devices == 1 else 's'} for {stages} stages: give one for each")
+
+
+class DeviceCopier:
+    """Copies batches from one device to another; to the same device they stay what they are.
+
+    Example:
+        >>> copier = DeviceCopier(torch.device("cpu"), torch.device("cpu"))
+        >>> copier.receive(copier.send([torch.ones(2)]))
+        [tensor([1., 1.])]
+    """
+
+    def __init__(self, source: torch.device, target: torch.device) -> None:
+        self._source, self._target = source, target
+        self._source_stream, self._target_stream = (
+            torch.cuda.Stream(each) if each.type == "cuda" and source != target else None  # type: ignore[no-untyped-call]
+            for each in (source, target)
+        )
+
+    def send(self, batch: Any) -> tuple[Any, Any]:
+        """Begins to copy a batch once it is computed, without waiting; returns the copies, and an event when done."""
+        if self._source == self._target:
+            return batch, None
+        if self._source_stream is not None:  # 1
+            self._source_stream.wait_stream(torch.cuda.current_stream(self._source))
+            for each in tensors_of(batch):
+                if each.device == self._source:
+                    each.record_stream(self._source_stream)  # 3
+        with _on_stream(self._source_stream), _on_stream(self._target_stream):
+            copies = to_device(batch, self._target)
+            stream = self._target_stream or self._source_stream
+            return copies, None if stream is None else stream.record_event()
+
+    def receive(self, sent: tuple[Any, Any]) -> Any:
+        """Returns the copies, for what is computed on the target from now on."""
+        copies, event = sent
+        if event is not None and self._target_stream is None:
+            event.synchronize()
+        elif event is not None:  # 2
+            computing = torch.cuda.current_stream(self._target)
+            computing.wait_event(event)
+            for each in tensors_of(copies):
+                each.record_stream(computing)  # 3
+        return copies
+
+
+def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one, so that what a layer creates on "cuda" is created there."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def sync_streams(devices: Sequence[torch.device]) -> None:
+    """Lets GPUs continue together when all have done their work so far; the host does not wait."""
+    streams = [torch.cuda.current_stream(device) for device in devices]
+    done = [stream.record_event() for stream in streams]
+    for stream in streams:
+        for each in done:
+            stream.wait_event(each)

@@ -3,36 +3,132 @@
 The schedule says everything: what is next, whose result it needs, who needs its result. So there is one loop for every
 schedule and transport; torch.distributed.pipelining has a class for each. A process that holds all stages executes the
 actions of all ranks, in the order in which they would.
+
+A stage computes one micro-batch after another, and keeps until the backward what it needs there:
+
+    from the stage before ──▶ inputs ──▶ module ──▶ outputs ──▶ to the next stage          the last gives a loss instead
+                          ◀── their .grad ◀── backward ◀── gradients ◀──
+
+The inputs are leaves of a graph of their own, so a backward ends there, and each stage adds to its parameters' `.grad`
+what one process would have added: the same bits, since the same is computed in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from samestep.errors import ModelError
 from samestep.pipelines.batch_check import ShapeKeys
+from samestep.pipelines.devices import on_device
 from samestep.pipelines.report import StepTimer
-from samestep.pipelines.stage import LossOf, Stage, Tensors
+from samestep.pipelines.split_backward import SplitBackward
+from samestep.pipelines.transport import Transport
 from samestep.schedule.schedule import BACKWARDS, Action, Schedule
 
-__all__: list[str] = []
+Tensors = tuple[Tensor, ...]
+LossOf = Callable[[Tensors], Tensor]  # outputs -> the micro-batch's part of the step's loss, a scalar
+
+_IN_PLACE_ERROR = "a leaf Variable that requires grad"
+_CPU = torch.device("cpu")
 
 
-class Transport(Protocol):
-    """Carries the results of actions to the stages that need them."""
+class Stage:
+    """One stage.
 
-    def begin_step(self, shape_keys: ShapeKeys) -> None: ...
+    Args:
+        number: from 0.
+        module: that holds the parameters.
+        call: computes a micro-batch: its number, what the stage before gives -> a tensor or several. If None the
+            module does, with one argument for each tensor.
+        device: that it computes on.
+    """
 
-    def send(self, action: Action, tensors: Sequence[Tensor]) -> None: ...
+    def __init__(
+        self,
+        number: int,
+        module: nn.Module,
+        call: Callable[[int, Tensors], Any] | None = None,
+        device: torch.device = _CPU,
+    ) -> None:
+        self.number = number
+        self.module = module
+        self._device = device
+        self._call = call or (lambda _, inputs: module(*inputs))
+        self._kept: dict[int, tuple[Tensors, Tensors]] = {}  # inputs and outputs of micro-batches in flight
+        self._split: dict[int, SplitBackward] = {}
 
-    def receive(self, action: Action) -> tuple[list[Tensor], list[bool]]:
-        """Returns an action's result, and which tensors of it require a gradient."""
+    def forward(
+        self, micro_batch: int, inputs: Sequence[Tensor], requires_grad: Sequence[bool], loss_of: LossOf | None = None
+    ) -> Tensors:
+        """Returns what the stage gives for a micro-batch; with `loss_of`, its part of the loss.
 
-    def end_step(self) -> None: ...
+        Raises:
+            ModelError: the stage gives something else than tensors, or changes its inputs in place.
+        """
+        pairs = zip(inputs, requires_grad, strict=True)
+        leaves = tuple(each.detach().requires_grad_(needed and torch.is_grad_enabled()) for each, needed in pairs)
+        with on_device(self._device):
+            outputs = self._compute(micro_batch, leaves)
+            if loss_of is not None:
+                outputs = (loss_of(outputs),)
+        if torch.is_grad_enabled():
+            self._kept[micro_batch] = leaves, outputs
+        return outputs
+
+    def _compute(self, micro_batch: int, leaves: Tensors) -> Tensors:
+        try:
+            given = self._call(micro_batch, leaves)
+        except RuntimeError as error:
+            if _IN_PLACE_ERROR in str(error):
+                raise ModelError(
+                    f"stage {self.number} changes its inputs in place, which are another stage's outputs: begin it "
+                    "with another layer, or say inplace=False"
+                ) from error
+            raise
+        outputs = tuple(given) if isinstance(given, tuple | list) else (given,)
+        others = [each for each in outputs if not isinstance(each, Tensor)]
+        if others or not outputs:
+            inside = f" with a {type(others[0]).__name__}" if others and isinstance(given, tuple | list) else ""
+            raise ModelError(
+                f"stage {self.number} gives a {type(given).__name__}{inside}: between stages a tensor can be sent, or "
+                "several in a tuple"
+            )
+        return outputs
+
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor] | None) -> list[Tensor]:
+        """Adds to the parameters' gradients; returns those of the inputs that require one."""
+        inputs, outputs, gradients_in = self._pop(micro_batch, gradients)
+        if outputs:
+            torch.autograd.backward(outputs, gradients_in)
+        return [_or_zeros(each, each.grad) for each in inputs]
+
+    def backward_input(self, micro_batch: int, gradients: Sequence[Tensor] | None) -> list[Tensor]:
+        """Returns the gradients of the inputs alone; :meth:`backward_weight` does the rest."""
+        inputs, outputs, gradients_in = self._pop(micro_batch, gradients)
+        weights = [each for each in self.module.parameters() if each.requires_grad]
+        split = self._split[micro_batch] = SplitBackward(outputs, gradients_in, inputs, weights)
+        return [_or_zeros(each, gradient) for each, gradient in zip(inputs, split.backward_input(), strict=True)]
+
+    def backward_weight(self, micro_batch: int) -> None:
+        """Adds to the parameters' gradients what :meth:`backward_input` has left."""
+        self._split.pop(micro_batch).backward_weight()
+
+    def _pop(
+        self, micro_batch: int, gradients: Sequence[Tensor] | None
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
+        """Returns the inputs and outputs that require gradients, and the gradients of the outputs."""
+        inputs, outputs = ([each for each in kept if each.requires_grad] for kept in self._kept.pop(micro_batch))
+        return inputs, outputs, [None] * len(outputs) if gradients is None else list(gradients)
+
+
+def _or_zeros(tensor: Tensor, gradient: Tensor | None) -> Tensor:
+    """Nothing may depend on an input, and then it has no gradient; the stage before waits for one all the same."""
+    return torch.zeros_like(tensor) if gradient is None else gradient
 
 
 class ScheduleExecutor:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
     from PIL.ImageFont import FreeTypeFont
 
-__all__: list[str] = []
-
 NEEDS = {".html": ("plotly", "plotly"), ".png": ("Pillow", "PIL")}  # by the kind of file: package and module
 COLOURS = {  # that the colour-blind can tell apart: Okabe and Ito
     "F": ("forward", "#56B4E9"),
@@ -41,13 +39,7 @@ _INK, _PALE = "#222222", "#dddddd"
 
 
 def draw(timelines: Mapping[str, Timeline], parts: Mapping[str, float], file: Path) -> None:
-    """Writes a page or an image, as the name of the file ends.
-
-    Args:
-        timelines: title -> a step; drawn one below the other, on one scale.
-        parts: seconds of a step by what they went to; drawn at the bottom, if there are any.
-        file: where; ".html", a page that needs no network, or ".png".
-    """
+    """Writes a page (.html) or an image (.png) of steps, on one scale, and below them of what seconds went to."""
     if file.suffix.lower() not in NEEDS:
         raise UsageError(f"a picture is a page or an image: {file.name} must end in .html or .png")
     package, module = NEEDS[file.suffix.lower()]

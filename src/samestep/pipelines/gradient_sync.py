@@ -35,8 +35,6 @@ from samestep.runtime.hosts import open_counters
 from samestep.runtime.world import World
 from samestep.seeding import derive_seed
 
-__all__: list[str] = []
-
 BUCKET_BYTES = 25 << 20  # that travel together, as in DistributedDataParallel
 
 
@@ -54,10 +52,6 @@ class ReplicaGradientSync:
         self._step = -1  # that the carried gradients are from before
         self._shared_memory = None if compression is not None else _open_shared_memory(world, module)
         self._buckets: list[_Bucket] = []
-
-    @property
-    def is_in_shared_memory(self) -> bool:
-        return self._shared_memory is not None
 
     def release(self) -> None:
         """Tells the ranks of this host that this one sums no more, and closes the groups."""

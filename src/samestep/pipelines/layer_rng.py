@@ -17,8 +17,6 @@ import torch
 
 from samestep.seeding import GOLDEN, derive_seed
 
-__all__: list[str] = []
-
 _BITS = (1 << 63) - 1
 
 

@@ -16,33 +16,20 @@ import numpy as np
 from samestep.errors import UsageError
 from samestep.schedule.schedule import Schedule
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer costs for one micro-batch.
+    """What one layer costs for one micro-batch."""
 
-    Attributes:
-        name: in the model.
-        forward: seconds.
-        inputs: seconds of the backward for the gradients of its inputs.
-        weights: seconds of the backward for those of its weights.
-        activations: bytes that cross a cut behind it.
-        saved: bytes that its forward keeps for its backward.
-        parameters: bytes.
-        split: seconds more that a backward takes in two parts.
-        spread: half of the range between the quartiles of forward and backward together, where they were measured.
-    """
-
-    name: str
-    forward: float
-    inputs: float
-    weights: float = 0.0
-    activations: float = 0.0
-    saved: float = 0.0
-    parameters: float = 0.0
-    split: float = 0.0
+    name: str  # in the model
+    forward: float  # seconds
+    inputs: float  # seconds of the backward for the gradients of its inputs
+    weights: float = 0.0  # seconds of the backward for those of its weights
+    activations: float = 0.0  # bytes that cross a cut behind it
+    saved: float = 0.0  # bytes that its forward keeps for its backward
+    parameters: float = 0.0  # bytes
+    split: float = 0.0  # seconds more that a backward takes in two parts
+    # half of the range between the quartiles of forward and backward together, where they were measured
     spread: float = 0.0
 
     def __post_init__(self) -> None:
@@ -124,9 +111,7 @@ def interpolate(sizes: Mapping[int, Sequence[Layer]], samples: float) -> list[La
     Alpha is what kernels take to start, beta what a sample takes. Small sizes count as much as large ones: errors are
     relative to the size.
 
-    Args:
-        sizes: samples of a micro-batch -> the layers, as measured.
-        samples: of the micro-batches.
+    `sizes` has the layers as measured, by the samples of a micro-batch.
 
     Example:
         >>> two = {10: [Layer("a", forward=3.0, inputs=1.0)], 20: [Layer("a", forward=5.0, inputs=1.0)]}

@@ -24,8 +24,6 @@ from samestep.runtime.world import World
 from samestep.schedule.algorithms import forward_only
 from samestep.schedule.schedule import Action
 
-__all__: list[str] = []
-
 ROUNDS, WARM_UP = 15, 3
 LARGE = 4 << 20  # bytes
 _WORK_S = 0.005

@@ -21,11 +21,9 @@ from samestep.data.batches import slice_batch, tensors_of
 from samestep.errors import DataError
 from samestep.pipelines.batch_check import Ranges, count_samples
 from samestep.pipelines.chain_layer import preserve_state, sequential
-from samestep.pipelines.stage import Tensors
+from samestep.pipelines.executor import Tensors
 from samestep.runtime import rng
 from samestep.runtime.world import World
-
-__all__: list[str] = []
 
 LossFn = Callable[[Any, Any], Tensor]
 WeightFn = Callable[[Any], float]
@@ -86,12 +84,7 @@ def additivity_problem(
     Nothing is trained, and the random stream, modes and buffers stay as they are. A loss that draws random numbers
     cannot be compared, nor one of a model whose output for a sample depends on the other samples.
 
-    Args:
-        layers: called one after another.
-        batch: inputs and targets.
-        loss_fn: of outputs and targets.
-        weight: of targets, or None: their samples.
-        size: samples that are compared together, of the first of the batch; all of them if None.
+    The first samples of a batch are compared, `size` of them together, or all of them if None.
 
     Example:
         >>> batch = torch.ones(4, 3), torch.tensor([0, 2, -100, -100])

@@ -32,8 +32,6 @@ from samestep.pipelines.chain_layer import Call, ChainLayer, extract
 from samestep.pipelines.splitting import SplitForward
 from samestep.pipelines.tied_weights import TiedWeight, parameter_places
 
-__all__: list[str] = []
-
 AnyModel = nn.Module | ExportedProgram | Sequence[nn.Module]
 
 _DROPOUT = torch.ops.aten.dropout.default
@@ -42,23 +40,14 @@ _BY_MODE = ("dropout", "batch_norm", "rrelu", "instance_norm", "bernoulli")  # i
 
 @dataclass(frozen=True)
 class LayerChain:
-    """A model as layers that are called one after another.
-
-    Attributes:
-        model: whose they are.
-        layers: in their order.
-        obstacles: to more layers, in words.
-        digest: of the operations of a traced model; empty for others.
-        splits: where a traced model was split.
-        constants: tensors that a traced forward creates, by name.
-    """
+    """A model as layers that are called one after another."""
 
     model: nn.Module
     layers: Sequence[ChainLayer]
-    obstacles: Sequence[str] = ()
-    digest: str = ""
-    splits: Sequence[int] = ()
-    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    obstacles: Sequence[str] = ()  # to more layers, in words
+    digest: str = ""  # of the operations of a traced model; empty for others
+    splits: Sequence[int] = ()  # where a traced model was split
+    constants: Mapping[str, Tensor] = field(default_factory=dict)  # tensors that a traced forward creates, by name
 
     def extract_stage(self, begin: int, end: int) -> tuple[nn.Module, list[Call]]:
         """Returns a module with what some layers have, under the model's names, and what computes each of them."""
@@ -144,11 +133,7 @@ def stage_ranges(
 ) -> list[tuple[int, int]]:
     """Returns begin and end of the stages, if they are all layers and can be computed apart.
 
-    Args:
-        layers: of the model.
-        ends: by stage, the layer behind its last one.
-        ranks: that hold the stages.
-        copied: shared weights that each layer can have a copy of.
+    `ends` are, by stage, the layer behind its last one; of `copied` weights each layer can have a copy.
 
     Example:
         >>> stage_ranges(build_chain(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))).layers, [2, 3], 2)

@@ -42,8 +42,6 @@ from samestep.schedule.schedule import Schedule
 from samestep.schedule.simulate import Costs, simulate
 from samestep.text import bytes_text
 
-__all__: list[str] = []
-
 STATE = 4.0  # copies of the parameters: themselves, gradients, and two of Adam's
 MAX_SIMULATED = 1000  # partitions: some 10 s with 100 layers on 8 stages
 MAX_SIMULATED_INTERLEAVED = 300  # which take longer to simulate
@@ -53,37 +51,17 @@ _MAX_STAGE = (1.0001, 1.1, 1.3, math.inf)  # of the first step: times the smalle
 
 @dataclass(frozen=True)
 class Partition:
-    """A chain cut into stages.
+    """A chain cut into stages."""
 
-    Attributes:
-        ends: by stage, the layer behind its last.
-        seconds: of a step.
-        bound: seconds that no partition undercuts; the same as `seconds` where this is proved to be the best.
-        simulated: how many partitions were compared.
-    """
-
-    ends: Ends
-    seconds: float
-    bound: float
-    simulated: int
-
-    @property
-    def gap(self) -> float:
-        """How much shorter a step could be at most, as a part of it."""
-        return 1 - self.bound / self.seconds if self.seconds else 0.0
+    ends: Ends  # by stage, the layer behind its last
+    seconds: float  # of a step
+    bound: float  # seconds that no partition undercuts; the same as `seconds` where this is proved to be the best
+    simulated: int  # how many partitions were compared
 
 
 @dataclass(frozen=True)
 class PartitionProblem:
     """What is to be cut, for what.
-
-    Attributes:
-        layers: in their order.
-        devices: one for each rank, in the order of the ranks.
-        schedule: with several stages a rank only if it has whole backwards.
-        link: between a stage and the next.
-        state: copies of the parameters that are kept: themselves, gradients and what the optimizer remembers.
-        colocated: sets of layers that must be in one stage, such as those that share a weight.
 
     Raises:
         UsageError: the model cannot be cut so.
@@ -96,10 +74,12 @@ class PartitionProblem:
     """
 
     layers: Sequence[Layer]
-    devices: Sequence[Device]
-    schedule: Schedule
-    link: Link = field(default_factory=Link)
+    devices: Sequence[Device]  # one for each rank, in the order of the ranks
+    schedule: Schedule  # with several stages a rank only if it has whole backwards
+    link: Link = field(default_factory=Link)  # between a stage and the next
+    # copies of the parameters that are kept: themselves, gradients and what the optimizer remembers
     state: float = STATE
+    # sets of layers that must be in one stage, such as those that share a weight
     colocated: Sequence[frozenset[int]] = ()
 
     def __post_init__(self) -> None:
@@ -118,7 +98,6 @@ class PartitionProblem:
 
     @cached_property
     def segments(self) -> SegmentCosts:
-        """The layers as matrices."""
         return SegmentCosts(self.layers, self._stage_devices, self.schedule, self.link, self.state, self.colocated)
 
     @property
@@ -142,8 +121,7 @@ class PartitionProblem:
 
     def seconds(self, ends: Sequence[int]) -> float:
         """Returns what a step takes, cut so; inf where a device has too little memory."""
-        bound = self._interleaved
-        fits = self.segments.at_least(ends) < math.inf if bound is None else bound.fits(tuple(ends))
+        fits = (self._interleaved or self.segments).fits(tuple(ends))
         return simulate(self.schedule, self.costs(ends)).seconds if fits else math.inf
 
     def best(self, max_simulated: int | None = None) -> Partition:
@@ -199,19 +177,12 @@ class PartitionProblem:
 
 
 class _Prefix(NamedTuple):
-    """The first stages of a partition.
+    """The first stages of a partition."""
 
-    Attributes:
-        bound: seconds of the best that it can become, at least.
-        left: stages that are missing; of two equal bounds the one that is nearer to its end is extended.
-        ends: of the stages.
-        total, forwards, remaining: what they add to the bound's three terms.
-    """
-
-    bound: float
-    left: int
+    bound: float  # seconds of the best that it can become, at least
+    left: int  # stages that are missing; of two equal bounds the one that is nearer to its end is extended
     ends: Ends
-    total: float = 0.0
+    total: float = 0.0  # this and the next two: what the stages add to the bound's three terms
     forwards: float = 0.0
     remaining: float = 0.0
 
@@ -324,13 +295,7 @@ class _BeamSearch:
         return whole & (work / slowest <= longest[0] * times)
 
     def _partitions(self, below: float, beam: int, allowed: Any) -> tuple[list[tuple[float, Ends]], float]:
-        """Returns bounds and ends of partitions, smallest first, and the smallest bound of prefixes given up.
-
-        Args:
-            below: bounds that are of interest.
-            beam: prefixes that are kept.
-            allowed: which [begin, end) can be a stage.
-        """
+        """Returns bounds and ends of partitions, smallest first, and the smallest bound of prefixes given up."""
         num_stages, length = len(self._segments.devices), self._segments.length
         can_finish = [np.arange(length + 1) == length]
         for _ in range(num_stages):

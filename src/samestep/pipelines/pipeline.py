@@ -33,13 +33,12 @@ from samestep.errors import DataError, ModelError
 from samestep.pipelines.batch_check import BatchCheck, CheckedShapes, Ranges, count_samples, split_targets
 from samestep.pipelines.chain_layer import Call, as_argument
 from samestep.pipelines.devices import DevicesArg, check_number, resolve_devices
-from samestep.pipelines.executor import ScheduleExecutor
+from samestep.pipelines.executor import LossOf, ScheduleExecutor, Stage, Tensors
 from samestep.pipelines.gradient_sync import ReplicaGradientSync, make_compression
 from samestep.pipelines.layer_rng import LayerRng
 from samestep.pipelines.losses import LossFn, MicroBatchLoss, WeightFn
 from samestep.pipelines.model_chain import AnyModel, LayerChain, build_chain, normalize_model, stage_ranges
 from samestep.pipelines.report import PipelineReport, Prediction, StepTimer, make_report
-from samestep.pipelines.stage import LossOf, Stage, Tensors
 from samestep.pipelines.tied_weights import TiedGradients, find_tied, tied_source, untie
 from samestep.pipelines.transport import LocalTransport, RankTransport, open_channels
 from samestep.replicas.buffers import sync_buffers
@@ -56,15 +55,10 @@ __all__ = ["Pipeline"]
 
 @dataclass(frozen=True)
 class FullModel:
-    """What is known of the whole model on every rank.
+    """What is known of the whole model on every rank."""
 
-    Attributes:
-        state: name -> its entry in the state, without storage, in the model's order.
-        parameters: name -> shape, in the model's order.
-    """
-
-    state: dict[str, Tensor]
-    parameters: dict[str, list[int]]
+    state: dict[str, Tensor]  # name -> its entry in the state, without storage, in the model's order
+    parameters: dict[str, list[int]]  # name -> shape, in the model's order
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
@@ -445,14 +439,9 @@ def _on_host(scalars: Sequence[Tensor]) -> Tensor:
 def broadcast_tensors(
     axis: Axis, source: int, tensors: Sequence[Tensor], device: torch.device, group: Any
 ) -> list[Tensor]:
-    """Returns the tensors of one rank on a device of every rank. Collective over the axis.
+    """Returns the tensors of one rank, `source`, on a device of every rank. Collective over the axis.
 
-    Args:
-        axis: the ranks.
-        source: the position of the rank that has them.
-        tensors: on that rank; not read on others.
-        device: of the tensors.
-        group: of the axis, for such a device.
+    `group` is the axis's for such a device; on the other ranks `tensors` are not read.
     """
     own = [each.detach().to(device).contiguous() for each in tensors]
     if axis.size == 1:

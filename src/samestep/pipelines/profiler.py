@@ -31,8 +31,6 @@ from samestep.pipelines.layers import Layer
 from samestep.pipelines.split_backward import SplitBackward
 from samestep.runtime import rng
 
-__all__: list[str] = []
-
 WARM_UP, REPEATS = 3, 10  # passes
 NUM_PARTS = 3  # each with as many passes: whole, for inputs alone, in two parts
 

@@ -29,7 +29,7 @@ import torch
 
 from samestep import events, progress
 from samestep.errors import StepError
-from samestep.pipelines.device_copy import sync_streams
+from samestep.pipelines.devices import sync_streams
 from samestep.pipelines.gantt import draw
 from samestep.runtime.exchange import all_gather_json
 from samestep.runtime.world import World
@@ -45,18 +45,13 @@ FIRST_EVENTS = 3  # steps that are all among the run's events
 
 @dataclass
 class _Step:
-    """One step; times are seconds of the host's clock, or events of a GPU.
-
-    Attributes:
-        starts: by device, the step's begin.
-        spans: actions with begin and end.
-    """
+    """One step; times are seconds of the host's clock, or events of a GPU."""
 
     schedule: Schedule
     samples: int
     began: float
-    starts: Mapping[torch.device, Any]
-    spans: list[tuple[Action, Any, Any]] = field(default_factory=list)
+    starts: Mapping[torch.device, Any]  # by device, the step's begin
+    spans: list[tuple[Action, Any, Any]] = field(default_factory=list)  # with begin and end
     ended: float = 0.0
 
 
@@ -129,21 +124,13 @@ def _now(device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """One step of this rank.
+    """One step of this rank."""
 
-    Attributes:
-        schedule: that it followed.
-        samples: of the replica's batch.
-        began: when, in seconds of the host's clock.
-        seconds: of the whole step, with what all ranks do after the last backward.
-        spans: the actions, with begin and end in seconds after the step's begin.
-    """
-
-    schedule: Schedule
-    samples: int
-    began: float
-    seconds: float
-    spans: tuple[tuple[Action, float, float], ...]
+    schedule: Schedule  # that it followed
+    samples: int  # of the replica's batch
+    began: float  # when, in seconds of the host's clock
+    seconds: float  # of the whole step, with what all ranks do after the last backward
+    spans: tuple[tuple[Action, float, float], ...]  # the actions, with begin and end in seconds after the step's begin
 
 
 @dataclass(frozen=True)
@@ -285,7 +272,6 @@ def _stage_medians(
 
 
 def _parts(timeline: Timeline, seconds: float) -> dict[str, float]:
-    """Returns where a step's time went."""
     durations = {span.action: span.end - span.begin for span in timeline.spans}
     zeros = (0.0,) * timeline.schedule.stages  # messages take no time; the actions' are measured
     parts = breakdown(timeline.schedule, Costs(zeros, zeros, zeros), durations)

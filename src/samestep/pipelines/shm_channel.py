@@ -35,8 +35,6 @@ from samestep.runtime.axis import Axis
 from samestep.runtime.exchange import all_gather_json
 from samestep.runtime.hosts import gather_host_map
 
-__all__: list[str] = []
-
 SLOTS = 1 << 13  # pending messages; with more in a step both ranks could wait for each other to receive
 MIN_BUFFER = 1 << 20  # bytes
 _SLOT = struct.Struct("=qqqqq")  # number of the message; number, descriptor and length of its buffer; offset in it
@@ -51,8 +49,6 @@ class SharedMemoryChannel:
         memory: shared by both, all zero at first; `size()` bytes.
         index: 0 or 1: which of the two this rank is.
         names: what they are called in errors.
-        processes: their process numbers.
-        timeout_s: the longest wait.
     """
 
     prefetch = 0
@@ -96,7 +92,6 @@ class SharedMemoryChannel:
         self._step_end = self._step_begin
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Copies a message into the buffer."""
         number = self._sent + 1
         self._counters.wait(DONE, number - SLOTS)
         offset = begin = self._reserve(sum(map(_aligned, tensors)))
@@ -126,9 +121,7 @@ class SharedMemoryChannel:
     def receive(self, metas: Metas | None, following: Sequence[Metas] = ()) -> tuple[Metas, list[Tensor]]:
         """Returns copies of the tensors of the next message, as they were packed, once it is there.
 
-        Args:
-            metas: what they are; None where the message begins with a header.
-            following: what the next messages are; not needed here.
+        Its header says what they are where `metas` is None.
 
         Raises:
             PeerError: the other rank has left, or did not send in time.

@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-__all__: list[str] = []
-
 
 class SplitBackward:
     """The backward of one micro-batch, in two parts.

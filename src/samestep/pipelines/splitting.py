@@ -25,8 +25,6 @@ from samestep.pipelines.tensor_meta import MAX_TENSORS
 from samestep.pipelines.tracing import Trace, line_of, trace
 from samestep.runtime import rng
 
-__all__: list[str] = []
-
 _NUMBERS = {bool: "bool", int: "int", float: "float", torch.Size: "size"}
 _TOLERANCE = 1e-5  # of a norm, on devices that add in another order each time
 

@@ -24,8 +24,6 @@ from torch import Tensor
 
 from samestep.errors import ModelError
 
-__all__: list[str] = []
-
 MAX_TENSORS = 8  # of a message
 MAX_GAP = 4  # times as much memory as elements, for a tensor with gaps
 HEADER_BYTES = 4096
@@ -35,12 +33,6 @@ HEADER_BYTES = 4096
 class TensorMeta:
     """Of one tensor.
 
-    Attributes:
-        dtype: its type.
-        shape: its sizes.
-        strides: that it has where it arrives.
-        requires_grad: whether a gradient comes back.
-
     Example:
         >>> TensorMeta.of(torch.ones(2, 3).t()).strides
         (1, 3)
@@ -48,8 +40,8 @@ class TensorMeta:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    requires_grad: bool = False
+    strides: tuple[int, ...]  # that it has where it arrives
+    requires_grad: bool = False  # whether a gradient comes back
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
@@ -68,7 +60,6 @@ class TensorMeta:
         return tensor.detach().permute(self._order)
 
     def empty(self, device: torch.device) -> Tensor:
-        """Returns memory for what is sent."""
         return torch.empty(self.packed_shape, dtype=self.dtype, device=device)
 
     def unpack(self, packed: Tensor) -> Tensor:
@@ -149,7 +140,6 @@ def write_header(stage: int, metas: Metas) -> Tensor:
 
 
 def read_header(header: Tensor) -> Metas:
-    """Returns what a header describes."""
     rows = json.loads(header.cpu().numpy().tobytes())
     return tuple(
         TensorMeta(getattr(torch, dtype), tuple(shape), tuple(strides), requires_grad)

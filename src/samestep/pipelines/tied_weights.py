@@ -23,22 +23,14 @@ from samestep.pipelines.chain_layer import ChainLayer
 from samestep.runtime.axis import Axis
 from samestep.runtime.device import message_device
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class TiedWeight:
-    """One weight of several layers.
+    """One weight of several layers."""
 
-    Attributes:
-        name: under which the model has it first.
-        names: under which each layer has it, in their order.
-        layers: their numbers.
-    """
-
-    name: str
-    names: tuple[str, ...]
-    layers: tuple[int, ...]
+    name: str  # under which the model has it first
+    names: tuple[str, ...]  # under which each layer has it, in their order
+    layers: tuple[int, ...]  # their numbers
 
 
 class _Place(NamedTuple):

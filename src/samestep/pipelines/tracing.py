@@ -31,8 +31,6 @@ from samestep.launch.rank.user_code import is_user_file, own_line, relative_path
 from samestep.pipelines.chain_layer import preserve_state
 from samestep.runtime import rng
 
-__all__: list[str] = []
-
 FACTORIES = (
     "arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor",
     "zeros",
@@ -43,26 +41,15 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s+(.*)')
 
 @dataclass
 class Trace:
-    """A forward.
-
-    Attributes:
-        graph: its operations.
-        values: of the operations on the sample, by name.
-        constants: tensors that it creates, under names that the graph has for them.
-    """
-
-    graph: fx.Graph
-    values: dict[str, Any]
-    constants: dict[str, Tensor]
+    graph: fx.Graph  # its operations
+    values: dict[str, Any]  # of the operations on the sample, by name
+    constants: dict[str, Tensor]  # tensors that it creates, under names that the graph has for them
 
 
 def trace(model: nn.Module, sample: Sequence[Any], leaves: set[str]) -> Trace:
     """Follows a model's forward in its present mode; the model stays as it is.
 
-    Args:
-        model: whose forward takes tensors.
-        sample: its inputs; those left out have their defaults.
-        leaves: names of modules whose forward is not followed; those that cannot be followed are added.
+    Of `leaves` the forward is not followed; the names of modules that cannot be followed are added to them.
     """
     while True:
         tracer = _Tracer(sample, leaves)

@@ -18,7 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,48 +29,18 @@ from samestep.data.batches import tensors_of
 from samestep.errors import DataError, ModelError, StepError
 from samestep.instrument.patch import call_site
 from samestep.pipelines.batch_check import ShapeKeys
-from samestep.pipelines.device_copy import DeviceCopier
-from samestep.pipelines.shm_channel import open_shm_channels
+from samestep.pipelines.devices import DeviceCopier
+from samestep.pipelines.shm_channel import SharedMemoryChannel, open_shm_channels
 from samestep.pipelines.tensor_meta import HEADER_BYTES, Metas, TensorMeta, describe, read_header, write_header
 from samestep.runtime.axis import Axis
 from samestep.runtime.device import message_device
 from samestep.schedule.schedule import Action, Schedule
 
-__all__: list[str] = []
-
-
-class Channel(Protocol):
-    """Messages to and from one other rank, first in, first out in each direction.
-
-    Attributes:
-        prefetch: how many of the next messages `receive` is told about, where their shapes are known.
-    """
-
-    prefetch: int
-
-    def begin_step(self, sends: int, receives: int) -> None: ...
-
-    def cancel_step(self) -> None: ...
-
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        """Sends a message without waiting."""
-
-    def receive(self, metas: Metas | None, following: Sequence[Metas] = ()) -> tuple[Metas, list[Tensor]]:
-        """Returns the next message; its header says what it is where `metas` is None. `following`: of the next ones."""
-
-    def end_step(self) -> None: ...
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether `end_step` returns at once."""
-
-    def close(self) -> None: ...
-
 
 class P2PChannel:
-    """A channel over send and receive of torch.distributed, which keep the order of messages between two ranks."""
+    """Messages to and from one other rank over torch.distributed, which keeps their order in each direction."""
 
-    prefetch = 2
+    prefetch = 2  # of how many of the next messages `receive` is told what they are, where that is known
 
     def __init__(self, axis: Axis, peer: int, device: torch.device) -> None:
         self._group, self._peer, self._device = axis.group, axis.ranks[peer], device
@@ -90,6 +60,7 @@ class P2PChannel:
             self._sending.append((dist.isend(tensor, self._peer, group=self._group), tensor))
 
     def receive(self, metas: Metas | None, following: Sequence[Metas] = ()) -> tuple[Metas, list[Tensor]]:
+        """Returns the next message; its header says what it is where `metas` is None. `following`: of the next ones."""
         if metas is None:
             header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._message_device)
             self._receive(header).wait()
@@ -112,10 +83,14 @@ class P2PChannel:
 
     @property
     def is_drained(self) -> bool:
+        """Whether `end_step` returns at once."""
         return not self._sending
 
     def close(self) -> None:
         pass
+
+
+Channel = P2PChannel | SharedMemoryChannel
 
 
 def open_channels(axis: Axis, device: torch.device) -> dict[int, Channel]:
@@ -158,11 +133,6 @@ class RankTransport:
         self._received: dict[Action, tuple[Metas, list[Tensor]]] = {}
 
     def begin_step(self, shape_keys: ShapeKeys) -> None:
-        """Begins a step.
-
-        Args:
-            shape_keys: by micro-batch, a key that is the same on all ranks, and for micro-batches of one shape.
-        """
         self._shape_keys = shape_keys
         self._expected = {source: deque(actions) for source, actions in self._receives.items()}
         self._received.clear()
@@ -270,3 +240,6 @@ class LocalTransport:
             return batch
         copier = self._input_copiers(others[0], device)
         return copier.receive(copier.send(batch))
+
+
+Transport = RankTransport | LocalTransport

@@ -14,8 +14,6 @@ from samestep.errors import UsageError
 from samestep.schedule.schedule import Action, Actions, Schedule, actions
 from samestep.topology import cut_evenly
 
-__all__: list[str] = []
-
 
 def fill_drain(ranks: int, micro_batches: int) -> Schedule:
     """All forwards, then all backwards (GPipe).
@@ -190,13 +188,7 @@ SCHEDULE_NAMES = (*ONE_STAGE_PER_RANK, "interleaved")
 
 
 def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Schedule:
-    """Returns a schedule by its name.
-
-    Args:
-        name: one of SCHEDULE_NAMES.
-        ranks: that hold stages.
-        micro_batches: of a step.
-        stages_per_rank: more than one for "interleaved" only.
+    """Returns a schedule by its name; only "interleaved" has several stages a rank.
 
     Raises:
         UsageError: there is no such schedule, or not of so many.

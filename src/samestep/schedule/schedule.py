@@ -32,8 +32,6 @@ from typing import Literal, NamedTuple, get_args
 
 from samestep.errors import UsageError
 
-__all__: list[str] = []
-
 Kind = Literal["F", "B", "I", "W"]
 BACKWARDS = ("B", "I")  # what the stage before waits for
 ACCUMULATES = ("B", "W")  # what adds to the gradients of weights
@@ -61,12 +59,6 @@ Actions = tuple[Action, ...]
 class Schedule:
     """What every rank of a pipeline does in one step.
 
-    Attributes:
-        name: of the schedule.
-        micro_batches: of a step.
-        placement: by stage, the rank that holds it.
-        rank_actions: by rank, its actions, one after another.
-
     Raises:
         UsageError: the schedule breaks a rule; says where.
 
@@ -79,8 +71,8 @@ class Schedule:
 
     name: str
     micro_batches: int
-    placement: tuple[int, ...]
-    rank_actions: tuple[Actions, ...]
+    placement: tuple[int, ...]  # by stage, the rank that holds it
+    rank_actions: tuple[Actions, ...]  # by rank, its actions, one after another
 
     def __post_init__(self) -> None:
         problem = self._bad_shape() or self._incomplete() or self._bad_sum_order() or self._deadlock()
@@ -165,9 +157,7 @@ class Schedule:
 
         They are held from the forward to the end of the backward.
 
-        Args:
-            rank: whose.
-            stage: counts this stage only; all stages of the rank together if None.
+        Of one stage, or of all stages of the rank together.
         """
         held = peak = 0
         for action in self.rank_actions[rank]:
@@ -230,5 +220,4 @@ class Schedule:
 
 
 def actions(kind: Kind, stage: int, micro_batches: Sequence[int]) -> Actions:
-    """Returns one stage's actions of one kind."""
     return tuple(Action(kind, stage, micro_batch) for micro_batch in micro_batches)

@@ -24,33 +24,24 @@ from typing import NamedTuple
 from samestep.errors import UsageError
 from samestep.schedule.schedule import Action, Schedule
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds of one micro-batch.
 
-    Attributes:
-        forward: by stage.
-        inputs: by stage, of a backward for the gradients of the inputs; 0 where the stage is the first, say.
-        weights: by stage, of a backward for those of the weights; a whole backward takes both.
-        send_forward: by stage but the last, of its activations to the next one on another rank; none where left out.
-        send_backward: by stage but the last, of their gradients coming back.
-        overlap: whether messages travel while the ranks work.
-        overhead: that a rank itself takes to send a message, and to receive one that has come.
-
     Raises:
         UsageError: the numbers of stages differ, or a time is negative.
     """
 
-    forward: Sequence[float]
+    forward: Sequence[float]  # by stage
+    # by stage, of a backward for the gradients of the inputs; 0 where the stage is the first, say
     inputs: Sequence[float]
-    weights: Sequence[float]
+    weights: Sequence[float]  # by stage, of a backward for those of the weights; a whole backward takes both
+    # by stage but the last, of its activations to the next one on another rank; none where left out
     send_forward: Sequence[float] = ()
-    send_backward: Sequence[float] = ()
-    overlap: bool = True
-    overhead: float = 0.0
+    send_backward: Sequence[float] = ()  # by stage but the last, of their gradients coming back
+    overlap: bool = True  # whether messages travel while the ranks work
+    overhead: float = 0.0  # that a rank itself takes to send a message, and to receive one that has come
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
@@ -85,38 +76,24 @@ class Costs:
 
 
 class Span(NamedTuple):
-    """When a rank does an action, or a message travels.
+    """When a rank does an action, or a message travels."""
 
-    Attributes:
-        rank: that does it, or sends.
-        action: that is done, or whose result is sent.
-        begin: in seconds from the step's begin.
-        end: in seconds from the step's begin.
-        target: the rank that a message goes to; None of an action.
-    """
-
-    rank: int
-    action: Action
-    begin: float
-    end: float
-    target: int | None = None
+    rank: int  # that does it, or sends
+    action: Action  # that is done, or whose result is sent
+    begin: float  # in seconds from the step's begin
+    end: float  # in seconds from the step's begin
+    target: int | None = None  # the rank that a message goes to; None of an action
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step, or one that was measured.
-
-    Attributes:
-        schedule: of the step.
-        spans: all actions and messages, in the order of the schedule.
-    """
+    """A simulated step, or one that was measured."""
 
     schedule: Schedule
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...]  # all actions and messages, in the order of the schedule
 
     @cached_property
     def seconds(self) -> float:
-        """From the step's begin to the last action's end."""
         return max(span.end for span in self.spans if span.target is None)
 
     @cached_property
@@ -135,12 +112,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs, durations: Mapping[Action, float] | None = None) -> Timeline:
-    """Returns when everything happens.
-
-    Args:
-        schedule: of the step.
-        costs: of its stages and messages.
-        durations: seconds of each action, which may differ by micro-batch; those of the costs if None.
+    """Returns when everything happens; `durations` of actions may differ by micro-batch, and are the costs' if None.
 
     Raises:
         UsageError: the costs are of another number of stages.
@@ -157,19 +129,13 @@ def simulate(schedule: Schedule, costs: Costs, durations: Mapping[Action, float]
 
 @dataclass
 class _Simulation:
-    """A step in progress.
-
-    Attributes:
-        free: by rank, when it has done its actions so far.
-        links: by sender and receiver, when the last message has arrived.
-        arrived: by action and rank, when its result is there.
-    """
-
     schedule: Schedule
     costs: Costs
     durations: Mapping[Action, float] | None
-    free: list[float] = field(default_factory=list)
+    free: list[float] = field(default_factory=list)  # by rank, when it has done its actions so far
+    # by sender and receiver, when the last message has arrived
     links: dict[tuple[int, int], float] = field(default_factory=dict)
+    # by action and rank, when its result is there
     arrived: dict[tuple[Action, int], float] = field(default_factory=dict)
 
     def spans(self) -> Iterator[Span]:

@@ -1,5 +1,1 @@
 """What networks look like: graphs of hosts and switches, every one held as arithmetic and none as a table."""
-
-from __future__ import annotations
-
-__all__: list[str] = []

@@ -31,8 +31,6 @@ from samestep.network.links import Link
 from samestep.network.messages import Ints
 from samestep.network.topologies.topology import Hop, LinkTypes, Segments, Size, Topology, whole
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Dragonfly(Topology):
@@ -70,7 +68,6 @@ class Dragonfly(Topology):
 
     @property
     def groups(self) -> int:
-        """How many there are."""
         return self.g or self.a * self.h + 1
 
     @cached_property
@@ -86,7 +83,6 @@ class Dragonfly(Topology):
         return near, (self.groups * (self.groups - 1), self.link_types.far)
 
     def link_ends(self, number: int) -> tuple[int, int]:
-        """Returns the switches at the ends of a link."""
         near = self.link_counts()[0][0]
         if number < near:
             router, other = divmod(number, self.a - 1)

@@ -36,8 +36,6 @@ from samestep.network.links import Link
 from samestep.network.messages import Floats, Ints
 from samestep.network.topologies.topology import Hop, LinkTypes, Segments, Size, Topology, whole
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class FatTree(Topology):
@@ -98,7 +96,6 @@ class FatTree(Topology):
         return ((2 * self._cables_below(len(self.down)), self.link_types.router),)
 
     def link_ends(self, number: int) -> tuple[int, int]:
-        """Returns the switches at the ends of a link."""
         falls, number = divmod(number, self._cables_below(len(self.down)))
         level = next(each for each in self._levels() if number < self._cables_below(each + 1))
         low, port = divmod(number - self._cables_below(level), self.up[level - 1])
@@ -173,13 +170,11 @@ class FatTree(Topology):
         return sum(self._switches(each) * self.up[each - 1] for each in range(1, level))
 
     def _parent(self, level: int, number: int, port: int) -> int:
-        """The switch above."""
         subtree, top = divmod(number, self._tops(level))
         above = subtree // self.down[level] * self._tops(level + 1) + top + port * self._tops(level)
         return self._switches_below(level + 1) + above
 
     def _children(self, level: int, number: int) -> Iterator[int]:
-        """The switches below."""
         if level == 1:
             return
         subtree, top = divmod(number, self._tops(level))

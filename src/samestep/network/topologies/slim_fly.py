@@ -50,32 +50,21 @@ from samestep.network.links import Link
 from samestep.network.messages import Ints
 from samestep.network.topologies.topology import Hop, Segments, Size, Topology, whole
 
-__all__: list[str] = []
-
 MOST = 128  # of q: 32,768 switches; beyond it the tables of the field, quadratic in q, take seconds to make
 
 
 @dataclass(frozen=True, eq=False)
 class Field:
-    """GF(q), whose elements are the numbers 0 to q - 1, by tables.
+    """GF(q), whose elements are the numbers 0 to q - 1, by tables."""
 
-    Attributes:
-        powers: of the primitive element, from its 0th to its (q - 2)nd.
-        add: `add[a, b]`.
-        neg: `neg[a]` added to a is 0.
-        mul: `mul[a, b]`.
-        inverse: `inverse[a]` times a is 1; 0 for 0, which has none.
-    """
-
-    powers: Ints
-    add: Ints
-    neg: Ints
-    mul: Ints
-    inverse: Ints
+    powers: Ints  # of the primitive element, from its 0th to its (q - 2)nd
+    add: Ints  # `add[a, b]`
+    neg: Ints  # `neg[a]` added to a is 0
+    mul: Ints  # `mul[a, b]`
+    inverse: Ints  # `inverse[a]` times a is 1; 0 for 0, which has none
 
     @cached_property
     def sub(self) -> Ints:
-        """`sub[a, b]`."""
         return self.add[:, self.neg]
 
 
@@ -184,7 +173,6 @@ class SlimFly(Topology):
 
     @cached_property
     def field(self) -> Field:
-        """GF(q)."""
         return field(self.q)
 
     @cached_property
@@ -201,7 +189,6 @@ class SlimFly(Topology):
         return ((self.routers * self.degree, self.link_types.router),)
 
     def link_ends(self, number: int) -> tuple[int, int]:
-        """Returns the switches at the ends of a link."""
         router, port = divmod(number, self.degree)
         return router, self.adjacent(router)[port]
 

@@ -31,8 +31,6 @@ from samestep.errors import UsageError
 from samestep.network.links import Link
 from samestep.network.messages import Floats, Ints
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class LinkTypes:
@@ -97,49 +95,29 @@ class LinkTypes:
 
 
 class Size(NamedTuple):
-    """How large a network is.
+    """How large a network is."""
 
-    Attributes:
-        name: the kind of network, with its numbers.
-        hosts: how many there are.
-        routers: all switches, or all hosts.
-        hosts_per_router: at each router that has any; those routers come first.
-        diameter: hops between routers, at most, by the minimal routing.
-    """
-
-    name: str
-    hosts: int
-    routers: int
-    hosts_per_router: int
-    diameter: int
+    name: str  # the kind of network, with its numbers
+    hosts: int  # how many there are
+    routers: int  # all switches, or all hosts
+    hosts_per_router: int  # at each router that has any; those routers come first
+    diameter: int  # hops between routers, at most, by the minimal routing
 
 
 class Hop(NamedTuple):
-    """Some messages taking a link each.
+    """Some messages taking a link each."""
 
-    Attributes:
-        messages: their numbers; one may come several times where it is split.
-        links: the link of each.
-        shares: how much of each passes there, 1 for all of it.
-    """
-
-    messages: Ints
-    links: Ints
-    shares: Floats
+    messages: Ints  # their numbers; one may come several times where it is split
+    links: Ints  # the link of each
+    shares: Floats  # how much of each passes there, 1 for all of it
 
 
 class Segments(NamedTuple):
-    """Ways from router to router, one for each message.
+    """Ways from router to router, one for each message."""
 
-    Attributes:
-        begins: the router where each begins.
-        ends: the router where each ends.
-        path_hash: a number each, by which one of several equally short ways is taken; a host to be routed by
-            destination.
-    """
-
-    begins: Ints
-    ends: Ints
+    begins: Ints  # the router where each begins
+    ends: Ints  # the router where each ends
+    # a number each, by which one of several equally short ways is taken; a host to be routed by destination
     path_hash: Ints
 
 
@@ -182,43 +160,31 @@ class Topology(ABC):
 
     @property
     def name(self) -> str:
-        """The kind of network, with its numbers."""
         return self.size.name
 
     @property
     def hosts(self) -> int:
-        """How many there are."""
         return self.size.hosts
 
     @property
     def routers(self) -> int:
-        """How many there are: all switches, or all hosts."""
         return self.size.routers
 
     @property
     def hosts_per_router(self) -> int:
-        """Hosts at each router that has any; those routers come first."""
         return self.size.hosts_per_router
 
     @property
     def diameter(self) -> int:
-        """Hops between routers, at most, by the minimal routing."""
         return self.size.diameter
 
     @property
     def ranks(self) -> int:
-        """How many ranks it holds."""
         return self.hosts * self.link_types.ranks_per_host
 
     @property
     def switches(self) -> int:
-        """How many there are."""
         return 0 if self.hosts_are_routers else self.routers
-
-    @property
-    def vertices(self) -> int:
-        """Hosts and switches."""
-        return self.hosts + self.switches
 
     @property
     def links(self) -> int:
@@ -238,17 +204,6 @@ class Topology(ABC):
         host = link % self.hosts
         switch = self._vertex(host // self.hosts_per_router)
         return (host, switch) if link < self.hosts else (switch, host)
-
-    def neighbours(self, vertex: int) -> list[int]:
-        """Returns the vertices that `vertex` has a link to."""
-        if self.hosts_are_routers:
-            return self.adjacent(vertex)
-        if vertex < self.hosts:
-            return [self._vertex(vertex // self.hosts_per_router)]
-        router = vertex - self.hosts
-        first = router * self.hosts_per_router
-        hosts = range(first, first + self.hosts_per_router) if first < self.hosts else ()
-        return [*hosts, *map(self._vertex, self.adjacent(router))]
 
     @cached_property
     def latencies(self) -> Floats:
@@ -323,27 +278,21 @@ class Switch(Topology):
 
     @cached_property
     def size(self) -> Size:
-        """One host at each port."""
         return Size(f"switch of {self.ports} ports", self.ports, 1, self.ports, 0)
 
     def link_counts(self) -> tuple[tuple[int, Link], ...]:
-        """Returns that there are none."""
         return ()
 
     def link_ends(self, number: int) -> tuple[int, int]:
-        """Refuses: there is no link between switches."""
         raise IndexError(number)
 
     def adjacent(self, _router: int) -> list[int]:
-        """Returns no switch."""
         return []
 
     def hops(self, _segments: Segments, *, split: bool) -> Iterator[Hop]:  # noqa: ARG002 - all ways are of no hops
-        """Yields nothing."""
         return iter(())
 
     def circuit(self) -> list[int]:
-        """Returns the switch."""
         return [0]
 
 

@@ -33,8 +33,6 @@ from samestep.network.links import Link
 from samestep.network.messages import Floats, Ints
 from samestep.network.topologies.topology import Hop, LinkTypes, Segments, Size, Topology, whole
 
-__all__: list[str] = []
-
 Place = TypeVar("Place", int, Any)  # one host, or an array of them
 
 
@@ -60,7 +58,7 @@ class Torus(Topology):
 
     Example:
         >>> torus = Torus(LinkTypes(Link(1e-6, 50e9)), dims=(3, 4))
-        >>> print(torus, torus.neighbours(0))
+        >>> print(torus, torus.adjacent(0))
         torus 3x4: 12 hosts, 0 switches, 48 directed links [1, 3, 4, 8]
     """
 
@@ -85,13 +83,11 @@ class Torus(Topology):
         return ((len(self._directions()) * self.hosts, self.link_types.router),)
 
     def link_ends(self, number: int) -> tuple[int, int]:
-        """Returns the hosts at the ends of a link."""
         way, host = divmod(number, self.hosts)
         dim, step = self._directions()[way]
         return host, self._stepped(host, dim, step)
 
     def adjacent(self, router: int) -> list[int]:
-        """Returns the next and the previous host in each dimension."""
         return sorted(self._stepped(router, dim, step) for dim, step in self._directions())
 
     def hops(self, segments: Segments, *, split: bool) -> Iterator[Hop]:
@@ -113,7 +109,6 @@ class Torus(Topology):
         return load.reshape(-1), hops * self.link_types.router.latency_s
 
     def circuit(self) -> list[int]:
-        """Returns [3]."""
         circuit = [0]
         stride = 1
         for size in reversed(self.dims):
@@ -171,7 +166,7 @@ class Torus(Topology):
 def ring(link_types: LinkTypes, hosts: int) -> Torus:
     """Returns a ring: a torus of one dimension.
 
-    >>> ring(LinkTypes(Link(1e-6, 50e9)), 5).neighbours(0)
+    >>> ring(LinkTypes(Link(1e-6, 50e9)), 5).adjacent(0)
     [1, 4]
     """
     return Torus(link_types, (hosts,))
