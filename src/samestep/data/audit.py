@@ -22,8 +22,6 @@ from samestep.data.ledger import START, Segment, Skip, chain_digest, drop_skippe
 from samestep.data.order import BLOCK, ORDER_VERSION, UNKNOWN, Order, SampleOrder
 from samestep.errors import DataError
 
-__all__: list[str] = []
-
 _epoch = attrgetter("epoch")
 MOST_NAMED = 3  # samples and skips named one by one
 

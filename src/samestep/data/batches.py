@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__: list[str] = []
-
 
 def empty_like(batch: Any, *, own: bool = False) -> Any:
     """Returns `batch` without its samples: every tensor's dim 0 is 0; with `own` none shares the batch's memory.

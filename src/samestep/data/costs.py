@@ -22,8 +22,6 @@ from samestep.errors import DataError
 from samestep.seeding import derive_seed
 from samestep.topology import cut_evenly
 
-__all__: list[str] = []
-
 TOLERANCE = 1024  # the largest part is at most 1/1024 dearer than it need be
 _KEPT = 4  # steps: loaded ahead, computed, committed
 _PROBES = 4096  # samples whose costs a digest is made of

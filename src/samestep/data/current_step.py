@@ -21,8 +21,6 @@ from samestep.runtime.scalar_sums import PendingSum, StepTag
 from samestep.runtime.world import World
 from samestep.topology import tree_sum
 
-__all__: list[str] = []
-
 _WITHOUT_MEAN = (
     "a step has ended whose loss did not come from batches.mean(...): the mean of each rank's own mean is not the mean "
     "of the whole step where their shares differ, and batches.loss is nan. Write loss = batches.mean(losses), with "

@@ -27,8 +27,6 @@ from samestep.launch.rank.user_code import user_line
 from samestep.runtime.rng import RngState
 from samestep.seeding import GOLDEN, derive_seed, splitmix64
 
-__all__: list[str] = []
-
 LONGEST_REASON = 200  # characters of an exception's message that the ledger keeps
 _TRIES = 64  # samples tried until one can be loaded, to cut an empty batch from
 _HOST = torch.device("cpu")

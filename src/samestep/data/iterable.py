@@ -34,8 +34,6 @@ from samestep.runtime.exchange import all_gather_json, raise_on_all_ranks
 from samestep.runtime.world import World
 from samestep.topology import cut_evenly
 
-__all__: list[str] = []
-
 Kind = Literal["indexed", "seeks", "repeats", "own", "stateful"]
 
 PROMISES: dict[str, str] = {

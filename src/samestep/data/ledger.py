@@ -21,8 +21,6 @@ from samestep.data.order import Indices
 from samestep.errors import DataError
 from samestep.seeding import GOLDEN, splitmix64
 
-__all__: list[str] = []
-
 LEDGER_VERSION = 1
 DIGEST_BYTES = 16
 START = hashlib.blake2b(f"samestep ledger {LEDGER_VERSION}".encode(), digest_size=DIGEST_BYTES).digest()

@@ -17,8 +17,6 @@ from samestep.data.fetch import Fetcher, Loaded, Request, SampleSeeds
 from samestep.data.order import Order, StepPartition
 from samestep.data.workers import WorkerStatus, batches_of, initialise_worker
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:

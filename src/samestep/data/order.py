@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 from samestep.seeding import splitmix64
 from samestep.topology import cut_evenly
 
-__all__: list[str] = []
-
 ORDER_VERSION = 1
 UNKNOWN = 1 << 62  # the length of a stream that does not say it
 ROUNDS = 8

@@ -26,8 +26,6 @@ from samestep.runtime.scalar_sums import PendingSum, StepTag
 from samestep.runtime.world import World
 from samestep.topology import tree_sum
 
-__all__: list[str] = []
-
 MOST_NAMED = 10  # skipped samples that standard error names; the ledger has all
 
 Steps = Iterator[tuple[CurrentStep, Iterator[Any]]]  # each with its micro-batches, which are used up before the next

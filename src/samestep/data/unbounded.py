@@ -25,8 +25,6 @@ from samestep.data.step_pipeline import StepPart, Steps
 from samestep.errors import DataError
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 
 class _UnboundedShards(Shards, ABC):
     """Shards that do not know how many steps an epoch has."""

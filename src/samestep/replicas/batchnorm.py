@@ -29,8 +29,6 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from samestep.errors import DataError, ModelError
 from samestep.runtime.axis import Axis
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Moments:

@@ -25,8 +25,6 @@ from statistics import median
 from samestep.network.links import Link
 from samestep.text import seconds_text
 
-__all__: list[str] = []
-
 MIB = 1 << 20
 DEFAULT_CAPS = (MIB, 25 * MIB)  # of DistributedDataParallel: the first bucket, and the others
 SLACK = 1 / 200  # of the earliest end, which fewer buckets may cost

@@ -47,8 +47,6 @@ from samestep.replicas.reduction import Reduction
 from samestep.runtime.axis import Axis
 from samestep.runtime.exchange import all_gather_json
 
-__all__: list[str] = []
-
 WARM = 2  # backwards before anything is measured
 SETTLE = 2  # after new buckets: DDP orders them in the first, and they come to lie in shared memory in the second
 PROFILED = 5

@@ -33,8 +33,6 @@ from samestep.runtime.axis import Axis
 from samestep.runtime.hosts import new_group
 from samestep.runtime.process_group.work import WorkerThread
 
-__all__: list[str] = []
-
 Done = Callable[[Tensor | Exception], None]
 
 

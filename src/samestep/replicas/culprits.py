@@ -21,8 +21,6 @@ from samestep.replicas.local_gradients import LocalGradientLog, NonFiniteTensor
 from samestep.runtime.axis import Axis
 from samestep.runtime.store_messages import decode_message
 
-__all__: list[str] = []
-
 TIMEOUT_S = 30.0  # for the other ranks to come to their optimizer's step, too
 _MAX_NAME = 400  # characters of a name in it
 

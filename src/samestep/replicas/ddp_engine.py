@@ -26,8 +26,6 @@ from samestep.replicas.local_gradients import LocalGradientLog
 from samestep.replicas.reduction import Reduce, Reduction, install
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 # torch 2.13 renamed the argument; both mean: no buffer travels in forward
 _SPELLING = "forward_sync_buffers"
 _KNOWN = _SPELLING in inspect.signature(DistributedDataParallel.__init__).parameters

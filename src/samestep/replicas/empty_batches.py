@@ -19,8 +19,6 @@ from samestep.data.batches import first_samples
 from samestep.errors import SamestepError
 from samestep.runtime.rng import RngState
 
-__all__: list[str] = []
-
 REFUSALS = (RuntimeError, IndexError, ValueError)  # how models refuse shapes
 
 

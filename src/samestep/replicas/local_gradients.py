@@ -25,8 +25,6 @@ from torch import Tensor, nn
 from samestep.runtime.step_state import StepState
 from samestep.runtime.virtual import VirtualRanks
 
-__all__: list[str] = []
-
 LARGE = 1 << 17  # elements from which on a glance costs less than a sum, and a tensor is not kept
 Probe = Callable[[Tensor], Tensor]
 

@@ -41,8 +41,6 @@ from samestep.replicas.optimizer_steps import call_before_steps, is_capturing
 from samestep.replicas.virtual_engine import VirtualRankEngine
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 Policy = Literal["stop", "skip", "warn", "off"]
 POLICIES = ("off", "warn", "skip", "stop")  # the strictest last: an optimizer of several replicas goes by it
 

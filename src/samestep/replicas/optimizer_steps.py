@@ -23,8 +23,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-__all__: list[str] = []
-
 
 def is_among(parameters: Container[int], optimizer: Optimizer) -> bool:
     """Whether an optimizer has one of these parameters, which are given by their `id`."""

@@ -44,8 +44,6 @@ from samestep.replicas.compression import GradientCompression
 from samestep.runtime.axis import Axis
 from samestep.runtime.hosts import inter_host_group, open_counters
 
-__all__: list[str] = []
-
 Reduce = Literal["gloo", "shared", "ordered"]
 METHODS = ("gloo", "shared", "ordered")
 Hook = Callable[[Axis, GradBucket], torch.futures.Future[Tensor]]

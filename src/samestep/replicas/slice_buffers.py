@@ -16,8 +16,6 @@ from samestep.runtime.axis import Axis
 from samestep.runtime.exchange import all_gather_json, all_gather_tensors
 from samestep.runtime.virtual import VirtualRanks
 
-__all__: list[str] = []
-
 
 class SliceBuffers:
     """The buffers of the slices that this rank holds."""

@@ -31,8 +31,6 @@ from samestep.replicas.batchnorm import SyncBatchNorm
 from samestep.runtime.digest import bytes_of, short_digest
 from samestep.seeding import GOLDEN
 
-__all__: list[str] = []
-
 CHUNK = 32 << 20  # bytes that are mixed at a time on a device, in as many bytes of its memory again, twice
 _WORD = 8  # bytes
 _MASK = (1 << 64) - 1

@@ -20,8 +20,6 @@ from samestep.replicas.slice_buffers import SliceBuffers
 from samestep.runtime.virtual import VirtualRanks
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 _CHANGED = (
     "the parameters were changed before all slices of the step were computed, so the others would be computed with "
     "other parameters: virtual ranks need every forward and backward of a step before optimizer.step(), which stands "

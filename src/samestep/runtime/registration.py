@@ -10,8 +10,6 @@ from typing import Any
 
 from samestep.runtime.mpi.register import make_known
 
-__all__: list[str] = []
-
 NAME = "samestep"
 
 

@@ -17,8 +17,6 @@ import torch
 from samestep import rankenv
 from samestep.seeding import derive_seed
 
-__all__: list[str] = []
-
 
 def seed_everything(seed: int, *names: str | int) -> None:
     """Seeds Python's, NumPy's and torch's global generators with the stream of these names."""

@@ -23,8 +23,6 @@ from samestep.collectives.segments import process_alive
 from samestep.errors import PeerError, StepError
 from samestep.topology import tree_sum
 
-__all__: list[str] = []
-
 _SLOT_BYTES = 64  # a cache line: a rank that writes disturbs no other's
 _SLOTS = 3  # for even numbers, for odd ones, and for whether the rank has left
 _BODY = struct.Struct("<QddBIqQQ")  # number, two values, and a StepTag

@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__: list[str] = []
-
 REQUESTS = ("save", "stop")
 _BASE = 1 << 20  # more than any number of ranks, so that counts of two requests do not overlap
 

@@ -10,8 +10,6 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from samestep.errors import RendezvousError
 
-__all__: list[str] = []
-
 MAX_REGISTRATION_BYTES = 1 << 16  # a registration is a few hundred
 MAX_MESSAGE_BYTES = 1 << 26  # the positions of a large checkpoint's tensors are some million
 _INVALID = object()

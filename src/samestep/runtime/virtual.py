@@ -17,8 +17,6 @@ from samestep.runtime import rng
 from samestep.seeding import derive_seed
 from samestep.topology import is_power_of_two
 
-__all__: list[str] = []
-
 
 class SliceListener(Protocol):
     """Has a state for each slice: a replica's gradients and buffers."""

@@ -26,8 +26,6 @@ from samestep.runtime.mpi.tensors import (
     widened,
 )
 
-__all__: list[str] = []
-
 REDUCED = 4 << 20  # bytes of a reduction: MPI's own buffer stays in the cache; 100 MiB take half the time
 
 

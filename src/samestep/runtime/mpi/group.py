@@ -38,8 +38,6 @@ from samestep.runtime.mpi.shutdown import ShutdownProtocol, shutdown_protocol
 from samestep.runtime.mpi.tensors import check_reducible, copy_back, record_events, to_host
 from samestep.runtime.process_group.work import OperationQueues, PendingWork
 
-__all__: list[str] = []
-
 QUEUES = 1000  # tags of communicators: so many queues a group can have
 
 

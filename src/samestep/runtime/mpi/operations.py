@@ -27,8 +27,6 @@ from samestep.runtime.mpi.shutdown import ShutdownProtocol
 from samestep.runtime.mpi.tensors import copy_back, memory_of, pieces, to_host
 from samestep.runtime.process_group.work import PendingWork, WorkerThread
 
-__all__: list[str] = []
-
 MODES = ("blocking", "polling")
 SPINNING_S = 20e-6  # polls without a pause
 SHORTEST_S, GROWTH, LONGEST_S = 5e-6, 1.2, 300e-6  # pauses

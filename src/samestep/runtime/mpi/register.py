@@ -18,8 +18,6 @@ from typing import Any
 
 from samestep.errors import BackendError
 
-__all__: list[str] = []
-
 MPI = "mpi"
 
 

@@ -26,8 +26,6 @@ from samestep.launch.rank.failure import one_line
 from samestep.network.links import Link, Links
 from samestep.runtime.process_group.shared_memory import GroupInfo
 
-__all__: list[str] = []
-
 
 class PlannedCollectives:
     """The plans of one rank of a group; all of them run the same ones in the same order.

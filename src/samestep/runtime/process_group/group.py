@@ -33,8 +33,6 @@ from samestep.runtime.process_group.algorithms import PlannedCollectives, operat
 from samestep.runtime.process_group.shared_memory import SERVED, GroupInfo, SharedMemoryAllReduce, gather_host_map
 from samestep.runtime.process_group.work import OperationQueues, PendingWork
 
-__all__: list[str] = []
-
 CHEAPEST = "cheapest"
 PLANNED = ("sum", "avg")  # the reductions of plans; shared memory does all of SERVED
 

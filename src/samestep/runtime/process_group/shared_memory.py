@@ -24,8 +24,6 @@ from samestep.runtime.axis import HostMap
 from samestep.runtime.hosts import group_by_host, process_identity
 from samestep.runtime.store_messages import decode_message
 
-__all__: list[str] = []
-
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)

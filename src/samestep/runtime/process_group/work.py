@@ -24,8 +24,6 @@ from torch.futures import Future
 
 from samestep.errors import PeerError, StepError
 
-__all__: list[str] = []
-
 _thread_state = threading.local()
 
 
