@@ -78,8 +78,6 @@ def audit(state: Mapping[str, Any], *, digests: bool = True, cost: Any = None) -
 
 @dataclass(frozen=True)
 class _SavedState:
-    """One data state, read."""
-
     size: int
     seed: int
     shuffle: bool
@@ -121,7 +119,6 @@ class _SavedState:
     # --- positions -------------------------------------------------------------------------------
 
     def problems(self) -> Iterator[str]:
-        """Yields what is wrong with the intervals."""
         wrong = [
             f"epoch {segment.epoch}: a segment [{segment.start}, {segment.stop}) in steps of {segment.batch_size} is "
             f"none of {self.size} samples"
@@ -196,7 +193,6 @@ class _SavedState:
                 yield f"epoch {segment.epoch}: index {skip.index} was not skipped at position {skip.position}"
 
     def _describe(self, epoch: int, span: Span, what: str) -> str:
-        """A sentence on positions that are not as they should, with their samples' names."""
         start, stop = span
         some = self._order(epoch).take(start, min(stop, start + MOST_NAMED)).tolist()
         named = ", ".join(f"index {index} (position {start + offset})" for offset, index in enumerate(some))
@@ -207,7 +203,6 @@ class _SavedState:
     # --- digests ---------------------------------------------------------------------------------
 
     def digest_problems(self) -> Iterator[str]:
-        """Yields the segments whose samples were not those of the order, or not in these steps."""
         digest = START
         for segment in self.segments:
             order = self._replayable(segment)
@@ -229,7 +224,6 @@ class _SavedState:
         return BucketedOrder(order, self.buckets) if self.buckets and self.buckets.name == segment.bucket else None
 
     def tally_problems(self) -> Iterator[str]:
-        """Yields the whole windows whose samples were not those that the order put there."""
         for (epoch, bucket), group in groupby(self.segments, lambda part: (part.epoch, part.bucket)):
             parts = list(group)
             start, stop = parts[0].start, parts[-1].stop
@@ -251,7 +245,6 @@ class _SavedState:
     # --- words -----------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """What a run without a problem has done."""
         epoch, cursor = self.now
         start, stop = self._expected(epoch)
         at_end = start == 0 and cursor == self._end()
@@ -269,7 +262,6 @@ class _SavedState:
         return "; ".join(parts)
 
     def caveat(self) -> str:
-        """What could not be looked at."""
         if self.repeats:
             return ", if the stream gives the same items each time"
         if all(self._replayable(segment) is not None for segment in self.segments):

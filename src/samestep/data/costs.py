@@ -45,7 +45,6 @@ class Costs:
         self.digest = hashlib.blake2b(data, digest_size=8).hexdigest()
 
     def of(self, indices: Indices) -> Values:
-        """Returns the costs of these samples, shape [len(indices)], float64."""
         if self._each is None:
             return self._all[indices]
         values = _numbers([self._each(index) for index in indices.tolist()])
@@ -79,7 +78,6 @@ def by_cost(indices: Indices, costs: Costs) -> Indices:
 
 
 def padded_cost(costs: Values, span: Span) -> float:
-    """Returns what a padded batch of the samples in a span of sorted costs takes."""
     start, stop = span
     return (stop - start) * float(costs[stop - 1]) if stop > start else 0.0
 
@@ -191,8 +189,6 @@ class CostBalancedOrder:
 
 @dataclass(frozen=True)
 class Buckets:
-    """How an order is bucketed."""
-
     costs: Costs  # of the samples
     steps: int  # of a window
     batch_size: int  # samples of a step

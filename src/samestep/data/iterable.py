@@ -415,7 +415,6 @@ class SharedStream(IterableDataset[Any]):
 
 
 def step_of(partitioner: StepPartitioner, start: int, count: int) -> StepPartition:
-    """Returns the step of `count` items that starts at a position."""
     return replace(partitioner, total=start + count, drop_last=False).step(start)
 
 

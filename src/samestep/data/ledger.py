@@ -37,8 +37,6 @@ class Skip:
 
 @dataclass(frozen=True)
 class Segment:
-    """Steps of one epoch that follow each other."""
-
     epoch: int  # of all its steps
     start: int  # position at which the first of them starts
     stop: int  # position behind the last
@@ -149,7 +147,6 @@ class Ledger:
 
 
 def parsed(state: Mapping[str, Any]) -> tuple[tuple[int, int], bytes, list[Segment]]:
-    """Returns where a saved ledger begins, its last digest, and its segments."""
     try:
         if (version := state["version"]) != LEDGER_VERSION:
             raise DataError(

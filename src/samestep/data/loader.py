@@ -20,8 +20,6 @@ from samestep.data.workers import WorkerStatus, batches_of, initialise_worker
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """How a rank loads, whatever the dataset."""
-
     worker_generator: Callable[[int], torch.Generator]  # returns the generator that an epoch's worker seeds come from
     workers: int = 0  # processes that load; 0 loads in this one
     # makes a batch of a list of samples; torch's default otherwise

@@ -96,7 +96,6 @@ class NamedLock:
             return None
 
     def release(self) -> None:
-        """Gives the lock back; does nothing if it is not held."""
         if self._lock.is_locked:
             self._note.unlink(missing_ok=True)
             self._lock.release()

@@ -123,11 +123,9 @@ class StepPartition:
 
     @property
     def size(self) -> int:
-        """Samples of the step, over all ranks."""
         return self.stop - self.start
 
     def slice_of(self, micro: int) -> int:
-        """Returns which of this rank's slices a micro-batch belongs to."""
         return micro * self.local_slices // len(self.micro)
 
 
@@ -152,7 +150,6 @@ class StepPartitioner:
 
     @property
     def end(self) -> int:
-        """One past the last position that is used."""
         return self.total - self.total % self.batch_size if self.drop_last else self.total
 
     @property

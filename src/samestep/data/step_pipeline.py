@@ -127,7 +127,6 @@ class StepPipeline:
             started = following
 
     def learn_empty(self, part: StepPart) -> None:
-        """Notes what a batch without samples looks like."""
         if self.empty is None and part.batches:
             self.empty = empty_like(part.batches[0], own=True)
 
@@ -235,5 +234,4 @@ class SkipLog:
         return self._of_step.pop(start, ())
 
     def discard(self) -> None:
-        """Forgets steps that will not be committed."""
         self._of_step.clear()

@@ -63,7 +63,6 @@ class UnknownLengthShards(_UnboundedShards):
 
     @property
     def step(self) -> int:
-        """Steps of this epoch that are finished."""
         return -(-self._reached // self.batch_size)
 
     def _parts(self) -> Iterator[StepPart]:
@@ -96,7 +95,6 @@ class _OwnShards(_UnboundedShards):
 
     @property
     def step(self) -> int:
-        """Steps of this epoch that are finished."""
         return self._finished
 
     def _go_to(self, epoch: int, cursor: int) -> None:

@@ -60,7 +60,6 @@ class WorkerStatus:
         self._rows[worker, 2] = place
 
     def clear(self, worker: int) -> None:
-        """The worker has nothing to do."""
         self.write(worker, -1, -1)
 
     def read(self, worker: int) -> tuple[int, int, int]:

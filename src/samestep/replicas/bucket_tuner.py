@@ -284,7 +284,6 @@ class BucketTuner:
         return ddp_layout(sizes, caps, from_the_end=self._in_given_order)
 
     def _proposal(self, backward: BackwardProfile) -> tuple[Partition, Caps]:
-        """Returns the buckets that should end earliest, and the caps that make them."""
         if not _HAS_LISTS:
             cap = best_single_size(backward, from_the_end=self._in_given_order)
             return Partition.predicted(backward, self._ddp_layout(backward.sizes, (cap,))), (cap,)

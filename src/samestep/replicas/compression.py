@@ -51,7 +51,6 @@ class ChunkPipeline:
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank has sent to others."""
         return sum(self._sent)
 
     def send(self, scheme: Reduction, done: Done) -> None:
@@ -86,7 +85,6 @@ class ChunkPipeline:
         return _Arriving(arrived, group.alltoall_base(arrived.view(-1), flat, received, sent), packets)
 
     def close(self) -> None:
-        """Ends the threads when they have done what they were given."""
         for worker in self._workers:
             worker.close()
 
@@ -128,8 +126,6 @@ BucketListener = Callable[[Axis, Bucket], None]
 
 @dataclass
 class _ChunkBuffers:
-    """A chunk of a bucket, and what is known of it as long as the bucket stays."""
-
     codec: Codec  # what it travels by
     chunk: Chunk  # its pieces
     shares: RowOwners  # whose row is whose
@@ -283,7 +279,6 @@ class _BucketCompletion:
         self._lock = threading.Lock()
 
     def take(self, chunk: Chunk, gradients: list[Tensor], found: Tensor | Exception) -> None:
-        """Takes a chunk's mean, or why there is none."""
         if not isinstance(found, Exception):
             torch._foreach_copy_(gradients, chunk.views(found))
         with self._lock:

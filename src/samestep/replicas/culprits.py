@@ -37,8 +37,6 @@ _SINCE = {
 
 @dataclass(frozen=True)
 class Culprits:
-    """Where bad gradients come from."""
-
     text: str  # a sentence
     ranks: tuple[int, ...]  # those that brought them; empty where they are not known
 

@@ -23,7 +23,6 @@ REFUSALS = (RuntimeError, IndexError, ValueError)  # how models refuse shapes
 
 
 def refusal(module: nn.Module, error: Exception, where: str) -> str:
-    """Returns the message of an EmptyBatchError."""
     return (
         f"{type(module).__name__} cannot take an empty batch ({str(error).splitlines()[0].rstrip('.')}), and {where}: "
         "write x.flatten(1) instead of x.view(x.size(0), -1), or leave the short step out with drop_last=True"

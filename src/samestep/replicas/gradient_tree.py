@@ -181,7 +181,6 @@ class TreeAllReduce:
         return self._regions[flat.data_ptr()]
 
     def clear(self) -> None:
-        """Lets go of memory that is not used again."""
         self._regions.clear()
 
     def leave(self) -> None:

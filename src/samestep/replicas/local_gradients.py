@@ -35,8 +35,6 @@ INPUTS_MOST = 256  # tensors of a step that went into forwards
 
 @dataclass(frozen=True)
 class NonFiniteTensor:
-    """What is not finite in one tensor."""
-
     name: str  # the parameter's
     nans: int  # how many of its elements are NaN, -1 where only its sum is known
     infs: int  # likewise infinite
@@ -99,7 +97,6 @@ def probe_row(gradient: Tensor) -> Tensor:
 
 
 def choose_probe(name: str, names: Collection[str], *, thorough: bool) -> Probe:
-    """Returns how the gradient of one of these parameters is looked at."""
     if thorough:
         return summed
     has_bias = name.endswith("weight") and f"{name.removesuffix('weight')}bias" in names
@@ -122,8 +119,6 @@ class _Noted:
 
 @dataclass(frozen=True)
 class First:
-    """The first bad tensor of a rank."""
-
     bad: NonFiniteTensor  # it
     # 0 is this rank's own for sure; n, it was found when the n-th backward of the step added to averaged gradients
     uncertainty: int
@@ -207,7 +202,6 @@ class LocalGradientLog:
         return next((bad.state for tensor in left if (bad := examined("", tensor.detach())) is not None), None)
 
     def note_output_gradient(self, gradient: Tensor) -> None:
-        """Notes what the loss gave back to the model's output."""
         if gradient.numel() <= SUMMED_MOST:
             self._begin()
             self._output_gradients.append(summed(gradient))
@@ -250,7 +244,6 @@ class LocalGradientLog:
         return min(found, key=lambda first: (first.uncertainty, first.order), default=None)
 
     def bad_slices(self) -> list[int]:
-        """Returns the virtual ranks of this process that brought something bad."""
         pairs = [(name, noted) for name, all_noted in self._noted.items() for noted in all_noted]
         of_slices = {noted.slice for name, noted in pairs if noted.slice is not None and noted.bad(name) is not None}
         return sorted(of_slices)

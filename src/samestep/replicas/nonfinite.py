@@ -84,17 +84,14 @@ class NonFiniteGuard:
         _watch_optimizers()
 
     def names(self) -> dict[int, str]:
-        """Returns the names of the model's parameters, by their identity."""
         module = self._module()
         return {} if module is None else {id(tensor): name for name, tensor in module.named_parameters()}
 
     def note_inputs(self, *inputs: Any) -> None:
-        """Notes what goes into a forward that is to be trained."""
         if self.local is not None:
             self.local.note_inputs(tensors_of(inputs))
 
     def mark_finite(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """These parameters' gradients are finite: they may be used."""
         self.in_a_row = 0
         if self.policy == "skip":
             self._keep_buffers()
@@ -117,7 +114,6 @@ class NonFiniteGuard:
         return module is not None and any(isinstance(layer, kinds) for layer in module.modules())
 
     def count_skip(self, error: NonFiniteError) -> None:
-        """Counts a step that is left out, and tells it."""
         self.skipped += 1
         self.in_a_row += 1
         self._put_buffers_back()
@@ -251,7 +247,6 @@ class _Closure:
 
 @torch.no_grad()
 def _check(optimizer: Optimizer, watched: _Watched, *, undoable: bool) -> None:
-    """Stops, skips or warns where a gradient is not finite; otherwise adds it up and goes."""
     if _all_finite(watched):
         for guard, named in watched.guards:
             guard.mark_finite(named)

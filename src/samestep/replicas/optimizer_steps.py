@@ -70,8 +70,6 @@ class ModelStepCounter:
 
 @dataclass
 class _Known:
-    """The number of an optimizer, and the listeners whose models it has parameters of."""
-
     number: int
     key: list[int]
     listeners: list[weakref.ref[StepListener]]

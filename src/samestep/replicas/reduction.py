@@ -51,8 +51,6 @@ Hook = Callable[[Axis, GradBucket], torch.futures.Future[Tensor]]
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a model's gradients are added."""
-
     overlaps_backward: bool  # buckets are sent beside the backward; else they are added in its thread
     release: Callable[[], None] = lambda: None  # tells the other ranks that this one adds nothing more
 

@@ -136,7 +136,6 @@ class SharedScalars:
         return self._last
 
     def leave(self) -> None:
-        """Tells the others that this rank sends nothing more."""
         self.memory[self._left_flag(self.rank)] = 1
 
     def _collect(self, number: int, tag: StepTag) -> tuple[float, ...]:
@@ -187,5 +186,4 @@ class SharedScalars:
 
 
 def shared_bytes(ranks: int) -> int:
-    """Returns the bytes of shared memory that so many ranks need."""
     return _SLOTS * ranks * _SLOT_BYTES

@@ -16,7 +16,6 @@ _INVALID = object()
 
 
 def decode_registration(value: bytes, rank: int) -> dict[str, Any]:
-    """Returns what a rank has registered with."""
     entry = _decode(value, MAX_REGISTRATION_BYTES)
     known = {"host": str, "pid": int, "size": int}
     if not isinstance(entry, dict) or any(type(entry.get(name)) is not kind for name, kind in known.items()):

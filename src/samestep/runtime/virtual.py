@@ -77,7 +77,6 @@ class VirtualRanks:
         self._inside[loader] = (place, *position)
 
     def leave(self, loader: int) -> None:
-        """A loader's step is over, or was abandoned."""
         if loader in self._inside:
             self._end()
 

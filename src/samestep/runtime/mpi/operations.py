@@ -80,15 +80,12 @@ def timeout_error(what: str, seconds: float) -> PeerError:
 
 @dataclass
 class Waiting:
-    """How the calls of one communicator wait."""
-
     blocking: bool  # in MPI itself
     timeout_s: float  # how long a call may take
     check: Callable[[], None]  # raises PeerError where a rank has left that the call needs
     what: str  # the call, and for whom it waits
 
     def until_done(self, requests: Sequence[Any]) -> None:
-        """Returns when all requests are done."""
         only = requests[0]
         self.poll(only.Test if len(requests) == 1 else lambda: type(only).Testall(requests))
 
@@ -199,7 +196,6 @@ class PointToPoint:
         return self._post(message, [self._communicator.Isend(one, to, tag) for one in self._buffers(message.values)])
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Message:
-        """Receives a tensor from a rank of the group."""
         self._check(source, tag)
         key = self._key(source, self._communicator.rank)
         needed = {self._ranks[source]: (key, self._protocol.count(f"received {key}"))}
@@ -312,7 +308,6 @@ class Message(PendingWork):
             self.finish()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Returns when it is done."""
         seconds = timeout.total_seconds()
         waiting = self._waiting if seconds <= 0 else replace(self._waiting, timeout_s=seconds)
         try:
@@ -323,7 +318,6 @@ class Message(PendingWork):
         return super().wait()
 
     def source_rank(self) -> int:
-        """Returns the number in the world of the rank that has sent it."""
         return self.source
 
     _source_rank = source_rank

@@ -23,8 +23,6 @@ MPI = "mpi"
 
 @dataclass
 class GroupRequest:
-    """The arguments of the group that torch.distributed is making."""
-
     name: str
     backends: dict[str, str]
     store: Any

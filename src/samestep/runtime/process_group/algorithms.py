@@ -121,8 +121,6 @@ class _NamedPeers:
 
 @dataclass
 class _NamedWork:
-    """A message, and the rank at its other end."""
-
     work: Work
     transport: _NamedPeers
     other: int

@@ -113,7 +113,6 @@ class Collectives:
             raise
 
     def leave(self) -> None:
-        """Tells the others that this rank makes no further call."""
         if self.memory is not None:
             self.memory.leave()
 
@@ -251,7 +250,6 @@ class SamestepGroup(dist.ProcessGroup):
             each.leave()
 
     def abort(self) -> None:
-        """Does the same; torch calls it after a failure."""
         self.shutdown()
 
 
@@ -261,7 +259,6 @@ def _given(*args: Any) -> list[Any]:
 
 
 def _operation(opts: Any) -> str:
-    """Returns the name of the operation: "sum", "avg", ..."""
     found: str = opts.reduceOp.op.name.lower()
     return found
 

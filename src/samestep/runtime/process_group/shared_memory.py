@@ -133,7 +133,6 @@ class SharedMemoryAllReduce:
         return (2 * rank + self._number % 2) * _LINE
 
     def leave(self) -> None:
-        """Tells the others that this rank makes no further call."""
         self._counters.close()
 
 

@@ -71,7 +71,6 @@ class WorkerThread:
         return True
 
     def close(self) -> None:
-        """Ends the thread when it has run what was added."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -218,7 +217,6 @@ class PendingWork(dist.Work):
             future.set_result(self._tensors)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Returns when the result is there."""
         seconds = timeout.total_seconds()
         if not self._done.wait(seconds if seconds > 0 else None):
             raise PeerError(f"waited {seconds:g} s for the other ranks of a collective")
@@ -273,7 +271,6 @@ class OperationQueue:
         return work
 
     def close(self) -> None:
-        """Ends the threads when they have run what was issued."""
         self._runner.close()
         self._callbacks.close()
 
@@ -297,7 +294,6 @@ class OperationQueues:
         self._queues: list[OperationQueue] | None = []
 
     def current(self) -> tuple[int, OperationQueue]:
-        """Returns the depth that this thread issues at, and its queue."""
         depth = callback_depth()
         with self._lock:
             self.check_open()
@@ -312,7 +308,6 @@ class OperationQueues:
             raise StepError(f"the process group of ranks {self._ranks} is destroyed: make a new one")
 
     def close(self) -> None:
-        """Accepts nothing more, and ends the threads when they have run what was issued."""
         with self._lock:
             queues, self._queues = self._queues or [], None
         for queue in queues:
