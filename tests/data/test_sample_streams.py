@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import samestep
-from samestep.data.fetch import SampleSeeds, is_deterministic_dataset, preserve_rng, seed_global_rngs
+from samestep.data.loader import SampleSeeds, is_deterministic_dataset, preserve_rng, seed_global_rngs
 from samestep.data.order import SampleOrder
 
 # Golden: what samples are augmented with must stay the same over a resume.

@@ -9,9 +9,8 @@ from typing import Any, Literal
 import torch
 
 from samestep.data.costs import Buckets, Costs
-from samestep.data.fetch import SampleSeeds
 from samestep.data.iterable import Kind, StreamLoader, compare_first_items, inspect_dataset, own_sizes
-from samestep.data.loader import Loader, LoaderSettings
+from samestep.data.loader import Loader, LoaderSettings, SampleSeeds
 from samestep.data.order import UNKNOWN, StepPartitioner
 from samestep.data.shards import Shards
 from samestep.data.unbounded import SelfShardedShards, StatefulLoaderShards, UnknownLengthShards, micro_batches_of

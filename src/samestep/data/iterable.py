@@ -23,8 +23,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from samestep.data.fetch import Collator, Loaded, SampleSeeds, preserve_rng, reason_of, seed_global_rngs
-from samestep.data.loader import LoaderSettings
+from samestep.data.loader import (
+    Collator,
+    Loaded,
+    LoaderSettings,
+    SampleSeeds,
+    preserve_rng,
+    reason_of,
+    seed_global_rngs,
+)
 from samestep.data.order import UNKNOWN, SampleOrder, StepPartition, StepPartitioner
 from samestep.data.workers import WorkerStatus
 from samestep.errors import DataError

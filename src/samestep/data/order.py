@@ -129,13 +129,6 @@ class StepPartition:
         return micro * self.local_slices // len(self.micro)
 
 
-class Partitioner(Protocol):
-    """Divides an order into steps; :class:`StepPartitioner` is one."""
-
-    def step(self, start: int) -> StepPartition:
-        """Returns the step that starts at position `start`."""
-
-
 @dataclass(frozen=True)
 class StepPartitioner:
     """Divides an order into steps, and these among ranks and micro-batches."""

@@ -17,8 +17,8 @@ from typing import Any
 
 from samestep.data.batches import DevicePrefetcher, empty_like
 from samestep.data.current_step import CurrentStep
-from samestep.data.fetch import Loaded
 from samestep.data.ledger import Skip
+from samestep.data.loader import Loaded
 from samestep.data.order import StepPartition
 from samestep.errors import DataError
 from samestep.runtime.exchange import all_gather_json
