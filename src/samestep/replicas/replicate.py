@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.compress import Codec, named
-from samestep.data.batches import tensors_of
+from samestep.data.batches import first_samples, tensors_of
 from samestep.errors import DataError, DeviceError, EmptyBatchError, ModelError, SamestepError, StepError, UsageError
 from samestep.launch.rank.failure import lost_peer
 from samestep.launch.rank.user_code import warn
@@ -31,11 +32,11 @@ from samestep.replicas.buffers import broadcast_tensors, sync_buffers
 from samestep.replicas.compression import GradientCompression
 from samestep.replicas.ddp_engine import DDPEngine
 from samestep.replicas.drift import DriftGuard, DriftMonitor, guard_of
-from samestep.replicas.empty_batches import refusal, try_empty
 from samestep.replicas.local_sgd import LocalSGDEngine
 from samestep.replicas.nonfinite import POLICIES, NonFiniteGuard, Policy
 from samestep.replicas.reduction import METHODS, Reduce
 from samestep.replicas.virtual_engine import VirtualRankEngine
+from samestep.runtime.rng import RngState
 from samestep.runtime.world import World
 
 __all__ = ["Replica", "replicate"]
@@ -43,6 +44,7 @@ __all__ = ["Replica", "replicate"]
 Engine = DDPEngine | VirtualRankEngine | LocalSGDEngine
 BatchNormMode = Literal["synchronised", "local"]
 
+REFUSALS = (RuntimeError, IndexError, ValueError)  # how models refuse shapes
 _ONE_VALUE = "Expected more than 1 value per channel when training"  # how torch's batch_norm says it
 
 
@@ -100,7 +102,7 @@ class Replica(nn.Module):
             if self.nonfinite is not None:
                 self.nonfinite.note_inputs(args, kwargs)
             return synchronised(*args, **kwargs)
-        except (RuntimeError, IndexError, ValueError) as error:
+        except REFUSALS as error:
             empty = any(tensor.dim() and not len(tensor) for tensor in tensors_of([args, kwargs]))
             if empty and not isinstance(error, SamestepError) and not lost_peer(error):
                 where = f"rank {self.world.rank} has no sample in this micro-batch"
@@ -403,3 +405,51 @@ def check_model(model: nn.Module, world: World, *wrappers: type[nn.Module]) -> N
                 f"{name} is on {tensor.device}, but rank {world.rank} trains on {world.device}: call "
                 f"model.to(world.device) before replicate"
             )
+
+
+def refusal(module: nn.Module, error: Exception, where: str) -> str:
+    return (
+        f"{type(module).__name__} cannot take an empty batch ({str(error).splitlines()[0].rstrip('.')}), and {where}: "
+        "write x.flatten(1) instead of x.view(x.size(0), -1), or leave the short step out with drop_last=True"
+    )
+
+
+def try_empty(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int, device: torch.device
+) -> Exception | None:
+    """Returns what a model raises for a batch without samples; None if it accepts one, or if that is not known.
+
+    A last step with fewer samples than ranks leaves some ranks an empty batch, and a model may refuse it: `view(0, -1)`
+    does. So one is tried at the first step: by a forward of a copy that shares the parameters, without gradients,
+    collectives or random numbers that are missed later. Nothing is concluded where the copy does not take a single
+    sample either.
+
+    Args:
+        module: the model.
+        args: of its forward, for a batch of `samples` samples.
+        kwargs: likewise.
+        samples: the length of dim 0 of the tensors that hold a value for each sample.
+        device: whose random numbers are kept.
+    """
+    batches = [first_samples((tuple(args), dict(kwargs)), count, samples) for count in (1, 0)]
+    random = RngState.capture(device)
+    try:
+        trial = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+        for part in trial.modules():
+            part._forward_hooks.clear()  # noqa: SLF001  (what they look at are the forwards of the training)
+            part._forward_pre_hooks.clear()  # noqa: SLF001
+            if isinstance(part, _BatchNorm):
+                part.training = False  # its statistics are a collective
+        with torch.no_grad():
+            positional, named = batches[0]
+            trial(*positional, **named)
+            try:
+                positional, named = batches[1]
+                trial(*positional, **named)
+            except REFUSALS as error:
+                return None if isinstance(error, SamestepError) else error
+    except Exception:  # noqa: BLE001  (a model that cannot be copied, or does not take one sample, is not judged)
+        return None
+    finally:
+        random.restore()
+    return None
