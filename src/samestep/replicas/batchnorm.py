@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase, _NormBase
 
 from samestep.errors import DataError, ModelError
 from samestep.runtime.axis import Axis
@@ -303,3 +303,13 @@ _CLASSES: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
     nn.BatchNorm2d: SyncBatchNorm2d,
     nn.BatchNorm3d: SyncBatchNorm3d,
 }
+
+
+def running_statistics(model: nn.Module, *, own: bool = False) -> set[str]:
+    """Returns the names of the buffers of normalisation layers; with `own` of those that are not synchronised."""
+    return {
+        name
+        for prefix, layer in model.named_modules()
+        if isinstance(layer, _NormBase) and not (own and isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm))
+        for name, _ in layer.named_buffers(prefix, recurse=False)
+    }
