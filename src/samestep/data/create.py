@@ -128,9 +128,8 @@ def shards(
         sizes = own_sizes(batch_size, micro_batch_size, world.data.rank, world.data.size)
         return SelfShardedShards(stream, partitioner, world, sizes=sizes, seed=seed, weigh=weight)
     compare_first_items(dataset, world, seeds)
-    if total == UNKNOWN:
-        return UnknownLengthShards(stream, partitioner, world, seed=seed, weigh=weight)
-    return Shards(stream, partitioner, world, seed=seed, shuffle=False, weigh=weight, kind=kind)
+    made = UnknownLengthShards if total == UNKNOWN else Shards
+    return made(stream, partitioner, world, seed=seed, shuffle=False, weigh=weight, kind=kind)
 
 
 def _check_stream(
