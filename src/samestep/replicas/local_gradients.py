@@ -76,31 +76,27 @@ def summed(gradient: Tensor) -> Tensor:
     return values.sum(dtype=torch.float32) if values.dtype == torch.float16 else values.sum()
 
 
-def probe_row_and_column(gradient: Tensor) -> Tensor:
+def probe_row_and_column(gradient: Tensor, *, with_column: bool = True) -> Tensor:
     """Returns the sum of a gradient or, of a large matrix or kernel, of its first row and one column.
 
     A convolution's column is that of its kernel's centre, which no padding cuts off.
     """
     if gradient.numel() <= LARGE or gradient.dim() < 2 or gradient.layout != torch.strided:
         return summed(gradient)
+    row = summed(gradient[0])
+    if not with_column:
+        return row
     column = gradient[:, 0]
     for size in gradient.shape[2:]:
         column = column[:, size // 2]
-    return summed(gradient[0]) + summed(column)
-
-
-def probe_row(gradient: Tensor) -> Tensor:
-    """Returns what :func:`probe_row_and_column` does, without the column."""
-    if gradient.numel() <= LARGE or gradient.dim() < 2 or gradient.layout != torch.strided:
-        return summed(gradient)
-    return summed(gradient[0])
+    return row + summed(column)
 
 
 def choose_probe(name: str, names: Collection[str], *, thorough: bool) -> Probe:
     if thorough:
         return summed
     has_bias = name.endswith("weight") and f"{name.removesuffix('weight')}bias" in names
-    return probe_row if has_bias else probe_row_and_column
+    return functools.partial(probe_row_and_column, with_column=not has_bias)
 
 
 @dataclass
@@ -227,11 +223,9 @@ class LocalGradientLog:
 
     def bad_output_gradient(self) -> bool | None:
         """Tells whether what the loss gave back was not finite already; None where it was not noted."""
-        return (
-            None
-            if not self._output_gradients
-            else any(not bool(torch.isfinite(total)) for total in self._output_gradients)
-        )
+        if not self._output_gradients:
+            return None
+        return any(not bool(torch.isfinite(total)) for total in self._output_gradients)
 
     def first_bad(self) -> First | None:
         """Returns the first in the order of the backward, of the bad tensors that are likeliest this rank's own."""
@@ -245,5 +239,4 @@ class LocalGradientLog:
 
     def bad_slices(self) -> list[int]:
         pairs = [(name, noted) for name, all_noted in self._noted.items() for noted in all_noted]
-        of_slices = {noted.slice for name, noted in pairs if noted.slice is not None and noted.bad(name) is not None}
-        return sorted(of_slices)
+        return sorted({noted.slice for name, noted in pairs if noted.slice is not None and noted.bad(name) is not None})
