@@ -37,8 +37,7 @@ def register(distributed: ModuleType) -> None:
         return
     distributed.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu"])
     inner = distributed.distributed_c10d
-    if not inner.is_mpi_available() and not hasattr(inner, "ProcessGroupMPI"):
-        inner.ProcessGroupMPI = _Factory
+    if not inner.is_mpi_available():
         inner._new_process_group_helper = _with_mpi(inner, inner._new_process_group_helper)  # noqa: SLF001
 
 
@@ -46,20 +45,6 @@ def _make(group: Any, options: Any) -> Any:
     from samestep.runtime.process_group.group import SamestepGroup
 
     return SamestepGroup(group, options)
-
-
-@dataclass
-class GroupRequest:
-    name: str
-    backends: dict[str, str]
-    store: Any
-    rank: int
-    size: int
-    timeout_s: float
-    options: Any
-
-
-_requests: list[GroupRequest] = []
 
 
 def _with_mpi(inner: Any, helper: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,13 +68,13 @@ def _with_mpi(inner: Any, helper: Callable[..., Any]) -> Callable[..., Any]:
         else:
             options = named.get("backend_options")
         timeout = named.get("timeout") or timedelta(minutes=30)
-        _requests.append(GroupRequest(name, backends, store, rank, size, timeout.total_seconds(), options))
-        before, inner._MPI_AVAILABLE = inner._MPI_AVAILABLE, True  # noqa: SLF001
+        inner.ProcessGroupMPI = _Factory(name, backends, store, rank, size, timeout.total_seconds(), options)
+        inner._MPI_AVAILABLE = True  # noqa: SLF001
         try:
             made = helper(size, rank, ranks, backend, store, name, *args, **named)
         finally:
-            inner._MPI_AVAILABLE = before  # noqa: SLF001
-            _requests.pop()
+            inner._MPI_AVAILABLE = False  # noqa: SLF001
+            del inner.ProcessGroupMPI
         if set(backends.values()) == {MPI} and made[0] in inner._world.pg_map:  # noqa: SLF001
             inner._world.pg_map[made[0]] = (MPI, inner._world.pg_map[made[0]][1])  # noqa: SLF001  (in any spelling)
         return made
@@ -97,25 +82,51 @@ def _with_mpi(inner: Any, helper: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+@dataclass
 class _Factory:
-    """In place of torch.distributed's own class."""
+    """In place of torch.distributed's own class while it makes a group: what it was asked for."""
 
-    @staticmethod
-    def create(ranks: Sequence[int]) -> Any:
+    name: str
+    backends: dict[str, str]  # by kind of device
+    store: Any
+    rank: int
+    size: int
+    timeout_s: float
+    options: Any
+
+    def create(self, ranks: Sequence[int]) -> Any:
         """Returns the group of some ranks, all of them where none is named; called by its members alone."""
         from samestep.runtime.mpi.group import MpiGroup
         from samestep.runtime.mpi.library import warn_of_binding
 
-        request = _requests[-1]
         if ranks:
             mpi = _load()
         else:
-            mpi = _load(request.rank, request.size)
+            mpi = _load(self.rank, self.size)
             warn_of_binding(mpi)
-        names = list(ranks) or list(range(request.size))
-        options = request.options if isinstance(request.options, dict) else None
-        others = {device: _other(device, name, request) for device, name in request.backends.items() if name != MPI}
-        return MpiGroup(mpi, names, request.timeout_s, options, others)
+        names = list(ranks) or list(range(self.size))
+        options = self.options if isinstance(self.options, dict) else None
+        others = {device: self._other(device, name) for device, name in self.backends.items() if name != MPI}
+        return MpiGroup(mpi, names, self.timeout_s, options, others)
+
+    def _other(self, device: str, name: str) -> Any:
+        """Returns a group of one of torch.distributed's own backends, for tensors of one kind of device."""
+        import torch
+        import torch.distributed as dist
+
+        from samestep.runtime.backends import number_collectives
+
+        maker = getattr(dist, {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}.get(name, ""), None)
+        if maker is None:
+            raise BackendError(f"beside mpi, {device} tensors can go over gloo or nccl, and not over {name!r}")
+        store = dist.PrefixStore(f"beside mpi/{self.name}/{device}", self.store)  # type: ignore[attr-defined]
+        group = dist.ProcessGroup(store, self.rank, self.size)
+        kind = getattr(dist.ProcessGroup.BackendType, name.upper())
+        backend = maker(store, self.rank, self.size, timedelta(seconds=self.timeout_s))
+        number_collectives(backend)
+        group._register_backend(torch.device(device), kind, backend)  # noqa: SLF001
+        group._set_default_backend(kind)  # noqa: SLF001
+        return group
 
 
 def _load(rank: int | None = None, size: int | None = None) -> Any:
@@ -147,23 +158,3 @@ def _serve_store(mpi: Any) -> Any:
         multi_tenant=True,
         master_listen_fd=None if listener is None else listener.detach(),
     )
-
-
-def _other(device: str, name: str, request: GroupRequest) -> Any:
-    """Returns a group of one of torch.distributed's own backends, for tensors of one kind of device."""
-    import torch
-    import torch.distributed as dist
-
-    from samestep.runtime.backends import number_collectives
-
-    maker = getattr(dist, {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}.get(name, ""), None)
-    if maker is None:
-        raise BackendError(f"beside mpi, {device} tensors can go over gloo or nccl, and not over {name!r}")
-    store = dist.PrefixStore(f"beside mpi/{request.name}/{device}", request.store)  # type: ignore[attr-defined]
-    group = dist.ProcessGroup(store, request.rank, request.size)
-    kind = getattr(dist.ProcessGroup.BackendType, name.upper())
-    backend = maker(store, request.rank, request.size, timedelta(seconds=request.timeout_s))
-    number_collectives(backend)
-    group._register_backend(torch.device(device), kind, backend)  # noqa: SLF001
-    group._set_default_backend(kind)  # noqa: SLF001
-    return group
