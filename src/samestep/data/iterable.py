@@ -14,7 +14,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -279,14 +279,13 @@ class Reader:
 # --- loading ---------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class StreamLoader:
     """Loads this rank's micro-batches of a stream, on the host."""
 
+    dataset: Any
+    settings: LoaderSettings
     skip = False  # a stream that has raised is over
-
-    def __init__(self, dataset: Any, settings: LoaderSettings) -> None:
-        self.dataset = dataset
-        self.settings = settings
 
     def load(self, epoch: int, partitioner: StepPartitioner, cursor: int) -> Iterator[Loaded]:
         """Yields one batch for every micro-batch from position `cursor` on, with the items of its step.

@@ -103,18 +103,13 @@ def is_deterministic_dataset(dataset: Any) -> bool:
 # --- batches ---------------------------------------------------------------------------------
 
 
+@dataclass(eq=False, slots=True)
 class Loaded:
-    """A host batch of a micro-batch, without the samples `skipped`.
+    """A host batch of a micro-batch."""
 
-    `items` is what a stream reports with it: how many items its step has, or of a rank's own stream the batch.
-    """
-
-    __slots__ = ("batch", "items", "skipped")
-
-    def __init__(self, batch: Any, skipped: tuple[Skip, ...] = (), items: int = 0) -> None:
-        self.batch = batch
-        self.skipped = skipped
-        self.items = items
+    batch: Any
+    skipped: tuple[Skip, ...] = ()  # samples that it is without
+    items: int = 0  # that its step has, or of a rank's own stream the batch; only streams say it
 
     def pin_memory(self) -> Loaded:
         """Returns it with its tensors in page-locked memory; DataLoader calls it."""
@@ -336,13 +331,13 @@ class _MicroBatches:
                 yield Request(self.order.epoch, span[0], self.order.take(*span).tolist(), is_empty=stop == start)
 
 
+@dataclass(eq=False)
 class Loader:
     """Loads this rank's micro-batches of a map-style dataset, on the host; `skip` leaves bad samples out."""
 
-    def __init__(self, dataset: Any, settings: LoaderSettings, *, skip: bool) -> None:
-        self.dataset = dataset
-        self.settings = settings
-        self.skip = skip
+    dataset: Any
+    settings: LoaderSettings
+    skip: bool
 
     def load(self, order: Order, steps: Iterable[StepPartition]) -> Iterator[Loaded]:
         """Calls the dataset's `set_epoch`, where it has one, and yields a batch for every micro-batch of `steps`."""

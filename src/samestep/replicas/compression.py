@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -269,24 +269,24 @@ def _part(flat: Tensor, piece: Piece) -> Tensor:
     return flat[piece.begin : piece.begin + piece.elements].view(piece.shape)
 
 
+@dataclass
 class _BucketCompletion:
     """Puts the means of a bucket's chunks in place, and tells when all are."""
 
-    def __init__(self, future: Future, buffer: Tensor, chunks: int) -> None:
-        self._future = future
-        self._buffer = buffer
-        self._left = chunks
-        self._lock = threading.Lock()
+    future: Future
+    buffer: Tensor
+    left: int  # chunks
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, chunk: Chunk, gradients: list[Tensor], found: Tensor | Exception) -> None:
         if not isinstance(found, Exception):
             torch._foreach_copy_(gradients, chunk.views(found))
-        with self._lock:
-            failed = isinstance(found, Exception) and self._left > 0
-            self._left = 0 if failed else self._left - 1
-            is_last = self._left == 0
+        with self.lock:
+            failed = isinstance(found, Exception) and self.left > 0
+            self.left = 0 if failed else self.left - 1
+            is_last = self.left == 0
         if isinstance(found, Exception):
             if failed:
-                self._future.set_exception(found)  # type: ignore[arg-type]  # takes exceptions all the same
+                self.future.set_exception(found)  # type: ignore[arg-type]  # takes exceptions all the same
         elif is_last:
-            self._future.set_result(self._buffer)
+            self.future.set_result(self.buffer)

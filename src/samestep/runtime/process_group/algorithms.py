@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -95,10 +95,8 @@ class _NamedPeers:
     """A transport whose errors name the rank at the other end; gloo's name an address."""
 
     def __init__(self, transport: PointToPoint, info: GroupInfo) -> None:
-        self._transport = transport
-        self._info = info
-        self.rank = transport.rank
-        self.size = transport.size
+        self._transport, self._info = transport, info
+        self.rank, self.size = transport.rank, transport.size
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
         return _NamedWork(self.call(target, lambda: self._transport.isend(tensor, target, tag)), self, target)
@@ -110,13 +108,8 @@ class _NamedPeers:
         try:
             return call()
         except RuntimeError as error:
-            self._raise_lost(other, error)
-
-    def _raise_lost(self, other: int, error: RuntimeError) -> NoReturn:
-        names, processes = self._info.names, self._info.host_map.processes
-        raise PeerError(
-            f"rank {names[self.rank]} has lost rank {names[other]} (process {processes[other]}): {one_line(str(error))}"
-        ) from error
+            lost = f"rank {self._info.names[other]} (process {self._info.host_map.processes[other]})"
+            raise PeerError(f"rank {self._info.names[self.rank]} has lost {lost}: {one_line(str(error))}") from error
 
 
 @dataclass
