@@ -28,7 +28,6 @@ from samestep.data.loader import (
     Loaded,
     LoaderSettings,
     SampleSeeds,
-    preserve_rng,
     reason_of,
     seed_global_rngs,
 )
@@ -38,6 +37,7 @@ from samestep.errors import DataError
 from samestep.launch.rank.user_code import user_line
 from samestep.runtime.digest import bytes_of
 from samestep.runtime.exchange import all_gather_json, raise_on_all_ranks
+from samestep.runtime.rng import HOST, preserve_rng
 from samestep.runtime.world import World
 from samestep.topology import cut_evenly
 
@@ -140,7 +140,7 @@ def compare_first_items(dataset: Any, world: World, seeds: SampleSeeds | None) -
         return
     problem, mark = None, ""
     try:
-        with preserve_rng():
+        with preserve_rng(HOST):
             mark = fingerprint(Reader(dataset, 0, seeds=seeds).take(0, 1))
     except DataError as error:
         problem = error
@@ -340,7 +340,7 @@ class SharedStream(IterableDataset[Any]):
         produced = self._produce()
         while True:
             # the rank's own streams go on as if nothing had been loaded; in a worker nothing else draws
-            with preserve_rng() if worker is None and self.seeds is not None else nullcontext():
+            with preserve_rng(HOST) if worker is None and self.seeds is not None else nullcontext():
                 loaded = next(produced, None)
             if worker is not None and self.status is not None:
                 self.status.clear(worker)

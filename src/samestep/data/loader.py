@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +34,11 @@ from samestep.data.order import Order, StepPartition
 from samestep.data.workers import WorkerStatus, batches_of, initialise_worker, shortened
 from samestep.errors import DataError
 from samestep.launch.rank.user_code import user_line
-from samestep.runtime.rng import RngState
+from samestep.runtime.rng import HOST, preserve_rng
 from samestep.seeding import GOLDEN, derive_seed, splitmix64
 
 LONGEST_REASON = 200  # characters of an exception's message that the ledger keeps
 _TRIES = 64  # samples tried until one can be loaded, to cut an empty batch from
-_HOST = torch.device("cpu")
 _DETERMINISTIC = {TensorDataset, list, tuple, range}
 
 
@@ -79,16 +78,6 @@ def seed_global_rngs(word: int) -> None:
     random.seed(word)
     np.random.seed(word >> 32)  # noqa: NPY002  (the global generator is the one that transforms draw from)
     torch.default_generator.manual_seed(word & 0xFFFFFFFF)  # torch.manual_seed, at 60 times the price, sees to GPUs
-
-
-@contextmanager
-def preserve_rng() -> Iterator[None]:
-    """Leaves the three generators as they were."""
-    before = RngState.capture(_HOST)
-    try:
-        yield
-    finally:
-        before.restore()
 
 
 def is_deterministic_dataset(dataset: Any) -> bool:
@@ -193,7 +182,7 @@ class Fetcher(Dataset[Any]):
         """Loads one micro-batch; DataLoader calls it, once for each."""
         worker = get_worker_info()
         if worker is None:
-            with preserve_rng() if self._draws else nullcontext():
+            with preserve_rng(HOST) if self._draws else nullcontext():
                 return self._load(request, None)
         assert self._status is not None
         self._status.write(worker.id, request.start, request.start + len(request.indices))

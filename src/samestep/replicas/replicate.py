@@ -36,7 +36,7 @@ from samestep.replicas.local_sgd import LocalSGDEngine
 from samestep.replicas.nonfinite import POLICIES, NonFiniteGuard, Policy
 from samestep.replicas.reduction import METHODS, Reduce
 from samestep.replicas.virtual_engine import VirtualRankEngine
-from samestep.runtime.rng import RngState
+from samestep.runtime.rng import preserve_rng
 from samestep.runtime.world import World
 
 __all__ = ["Replica", "replicate"]
@@ -424,32 +424,28 @@ def try_empty(
     collectives or random numbers that are missed later. Nothing is concluded where the copy does not take a single
     sample either.
 
-    Args:
-        module: the model.
-        args: of its forward, for a batch of `samples` samples.
-        kwargs: likewise.
-        samples: the length of dim 0 of the tensors that hold a value for each sample.
-        device: whose random numbers are kept.
+    `args` and `kwargs` are those of its forward for a batch of `samples`: the length of dim 0 of the tensors that hold
+    a value for each.
     """
-    batches = [first_samples((tuple(args), dict(kwargs)), count, samples) for count in (1, 0)]
-    random = RngState.capture(device)
-    try:
-        trial = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
-        for part in trial.modules():
-            part._forward_hooks.clear()  # noqa: SLF001  (what they look at are the forwards of the training)
-            part._forward_pre_hooks.clear()  # noqa: SLF001
-            if isinstance(part, _BatchNorm):
-                part.training = False  # its statistics are a collective
-        with torch.no_grad():
-            positional, named = batches[0]
-            trial(*positional, **named)
-            try:
-                positional, named = batches[1]
-                trial(*positional, **named)
-            except REFUSALS as error:
-                return None if isinstance(error, SamestepError) else error
-    except Exception:  # noqa: BLE001  (a model that cannot be copied, or does not take one sample, is not judged)
-        return None
-    finally:
-        random.restore()
+    inputs = {count: first_samples((tuple(args), dict(kwargs)), count, samples) for count in (1, 0)}
+
+    def run(count: int) -> None:
+        positional, named = inputs[count]
+        trial(*positional, **named)
+
+    with preserve_rng(device), torch.no_grad():
+        try:
+            trial = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+            for part in trial.modules():
+                part._forward_hooks.clear()  # noqa: SLF001  (what they look at are the forwards of the training)
+                part._forward_pre_hooks.clear()  # noqa: SLF001
+                if isinstance(part, _BatchNorm):
+                    part.training = False  # its statistics are a collective
+            run(1)
+        except Exception:  # noqa: BLE001  (a model that cannot be copied, or does not take one sample, is not judged)
+            return None
+        try:
+            run(0)
+        except Exception as error:  # noqa: BLE001
+            return error if isinstance(error, REFUSALS) and not isinstance(error, SamestepError) else None
     return None
