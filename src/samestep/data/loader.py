@@ -152,22 +152,17 @@ class Request:
 class Fetcher(Dataset[Any]):
     """Stands for the dataset in DataLoader: it answers a :class:`Request` with a :class:`Loaded`.
 
-    Args:
-        dataset: the user's.
-        collate_fn: makes a batch of a list of samples; torch's default if None.
-        seeds: of the samples; None leaves the generators alone.
-        skip: leave bad samples out.
-        status: where workers write what they do; None without workers.
+    It is sent to workers, which write what they do into `status`.
     """
 
     def __init__(
         self,
         dataset: Any,
         collate_fn: Callable[[list[Any]], Any] | None,
-        *,
         seeds: SampleSeeds | None,
-        skip: bool,
         status: WorkerStatus | None,
+        *,
+        skip: bool,
     ) -> None:
         self.dataset = dataset
         self._seeds = None if is_deterministic_dataset(dataset) else seeds
@@ -337,7 +332,7 @@ class Loader:
     def read(self, order: Order, steps: Iterable[StepPartition]) -> Iterator[Loaded]:
         """Does the same without `set_epoch`."""
         settings, status = self.settings, self.settings.worker_status()
-        fetcher = Fetcher(self.dataset, settings.collate_fn, seeds=settings.sample_seeds, skip=self.skip, status=status)
+        fetcher = Fetcher(self.dataset, settings.collate_fn, settings.sample_seeds, status, skip=self.skip)
         yield from settings.run(fetcher, order, status, batch_sampler=_MicroBatches(order, steps))
 
 

@@ -130,7 +130,7 @@ def _exchange(axis: Axis, subject: str, mine: dict[str, Any]) -> list[dict[str, 
     """Returns every rank's findings.
 
     Through the store on which the ranks met, and not through a group: where one is alone with its finding, the others
-    go on, and their next collective would take its letter for an answer.
+    go on, and their next collective would take its message for an answer.
     """
     store = _get_default_store()
     names = [f"samestep/nonfinite/{axis.ranks[0]}/{subject}/{rank}" for rank in axis.ranks]

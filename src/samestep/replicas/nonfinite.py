@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from samestep.data.batches import tensors_of
 from samestep.errors import NonFiniteError
@@ -37,7 +37,7 @@ from samestep.replicas.local_gradients import (
     examined,
     values_of,
 )
-from samestep.replicas.optimizer_steps import call_before_steps, is_capturing
+from samestep.replicas.optimizer_steps import is_capturing
 from samestep.replicas.virtual_engine import VirtualRankEngine
 from samestep.runtime.world import World
 
@@ -174,12 +174,12 @@ _watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictio
 
 @functools.cache
 def _watch_optimizers() -> None:
-    call_before_steps(_before_step)
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs before every step of every optimizer; may return other arguments for it."""
-    if not _guards:
+    """Runs before every step of every optimizer, nested ones too; may return other arguments for it."""
+    if torch.compiler.is_compiling() or not _guards:
         return None
     watched = _watched_of(optimizer)
     if not watched.guards or _is_scalers(optimizer, kwargs) or is_capturing():

@@ -166,13 +166,7 @@ class Poller:
 class PointToPoint:
     """The messages of one group, over a communicator of their own, so that no tag of a script meets a collective's.
 
-    Args:
-        mpi: the library.
-        communicator: of the group's ranks, for messages alone.
-        name: of the group.
-        ranks: the members' numbers in the world.
-        protocol: of this process's end.
-        timeout_s: how long a message may take.
+    `ranks` are the members' numbers in the world.
     """
 
     def __init__(

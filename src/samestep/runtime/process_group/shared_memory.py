@@ -67,7 +67,7 @@ class GroupInfo:
 
 def gather_host_map(store: Store, rank: int, size: int) -> HostMap:
     """Returns which ranks share a host, through the group's store. Collective: every rank must call it."""
-    return group_by_host(_all_gather(store, "sight", process_identity(), rank, size, tuple[str | None, int]))
+    return group_by_host(_all_gather(store, "process", process_identity(), rank, size, tuple[str | None, int]))
 
 
 def _all_gather(store: Store, key: str, value: Any, rank: int, size: int, form: Any) -> list[Any]:
