@@ -266,7 +266,7 @@ def replicate(
         ...     list(model.state_dict())
         ['weight', 'bias']
     """
-    check_model(model, world, Replica)
+    check_model(model, world)
     mode = batchnorm_mode(model, world, batchnorm)
     buckets = chosen_buckets(buckets, free=reduce is None and compress is None and average_every is None)
     check_buckets(buckets)
@@ -282,7 +282,25 @@ def replicate(
         model = synchronise_batchnorm(model, world.data, world.device)
     finite = NonFiniteGuard(model, world, nonfinite)
     compression = None if codec is None else GradientCompression(model, codec, world.seed or 0)
-    engine = _engine(model, world, finite, compression, average_every, buckets, reduce, find_unused_parameters)
+    engine: Engine | None = None
+    if world.virtual is not None:
+        engine = VirtualRankEngine(model, world, world.virtual)
+    elif world.data.size > 1:
+        sync_buffers(model, world.data)  # DDP sends rank 0's parameters
+        if average_every is not None:
+            broadcast_tensors(list(model.parameters()), world.data)
+            finite.local = None  # a rank's own gradients are all there are
+            engine = LocalSGDEngine(model, world, average_every)
+        else:
+            engine = DDPEngine(
+                model,
+                world,
+                buckets=buckets,
+                reduce=reduce,
+                find_unused_parameters=find_unused_parameters,
+                local=finite.local,
+                compression=compression,
+            )
     world.diverge_rng()
     replica = Replica(model, world, mode, engine)
     replica.nonfinite, replica.compression = finite, compression
@@ -295,37 +313,6 @@ def replicate(
 
 def _needs_engine(world: World) -> bool:
     return world.data.size > 1 or world.virtual is not None
-
-
-def _engine(
-    model: nn.Module,
-    world: World,
-    guard: NonFiniteGuard,
-    compression: GradientCompression | None,
-    average_every: int | None,
-    buckets: float | Literal["auto"] | None,
-    reduce: Reduce | None,
-    find_unused_parameters: bool,
-) -> Engine | None:
-    """Returns what makes one training of the ranks'; None where there is nobody else. Collective."""
-    if world.virtual is not None:
-        return VirtualRankEngine(model, world, world.virtual)
-    if world.data.size == 1:
-        return None
-    sync_buffers(model, world.data)  # DDP sends rank 0's parameters
-    if average_every is not None:
-        broadcast_tensors(list(model.parameters()), world.data)
-        guard.local = None  # a rank's own gradients are all there are
-        return LocalSGDEngine(model, world, average_every)
-    return DDPEngine(
-        model,
-        world,
-        buckets=buckets,
-        reduce=reduce,
-        find_unused_parameters=find_unused_parameters,
-        local=guard.local,
-        compression=compression,
-    )
 
 
 def batchnorm_mode(model: nn.Module, world: World, requested: str | None) -> str:
@@ -387,17 +374,16 @@ def check_buckets(buckets: object) -> None:
     )
 
 
-def check_model(model: nn.Module, world: World, *wrappers: type[nn.Module]) -> None:
+def check_model(model: nn.Module, world: World) -> None:
     if isinstance(model, nn.DataParallel):
         raise ModelError(
             "nn.DataParallel drives many GPUs from one process, slowly and with other BatchNorm statistics. Instead: "
             "model = samestep.replicate(model.module.to(world.device), world), started with `samestep run -n auto`"
         )
     _ = getattr(model, "_ddp_params_and_buffers_to_ignore", None)  # a pipeline's refuses
-    if isinstance(model, (DistributedDataParallel, *wrappers)):
+    if isinstance(model, DistributedDataParallel | Replica):
         raise ModelError(f"the model is wrapped in {type(model).__name__} already: replicate(model.module, world)")
-    trainable = [(name, tensor) for name, tensor in model.named_parameters() if tensor.requires_grad]
-    if not trainable:
+    if not any(tensor.requires_grad for tensor in model.parameters()):
         raise ModelError(f"{type(model).__name__} has no trainable parameter: there is no gradient to average")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device != world.device:
