@@ -21,6 +21,7 @@ from samestep.data.costs import BucketedOrder, Buckets, Costs
 from samestep.data.ledger import START, Segment, Skip, chain_digest, drop_skipped, multiset_digest, parsed
 from samestep.data.order import BLOCK, ORDER_VERSION, UNKNOWN, Order, SampleOrder
 from samestep.errors import DataError
+from samestep.text import plural
 
 _epoch = attrgetter("epoch")
 MOST_NAMED = 3  # samples and skips named one by one
@@ -71,8 +72,9 @@ def audit(state: Mapping[str, Any], *, digests: bool = True, cost: Any = None) -
         problems += saved.digest_problems()
         problems += saved.tally_problems()
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems, the first"
-        return Audit(ok=False, summary=f"{count}: {problems[0]}", problems=tuple(problems))
+        first = ", the first" if len(problems) > 1 else ""
+        summary = f"{plural(len(problems), 'problem')}{first}: {problems[0]}"
+        return Audit(ok=False, summary=summary, problems=tuple(problems))
     return Audit(ok=True, summary=saved.summary() + (saved.caveat() if digests else "; digests not computed again"))
 
 
@@ -250,7 +252,7 @@ class _SavedState:
         at_end = start == 0 and cursor == self._end()
         whole = max(0, epoch - self.begins[0] - (self.begins[1] > 0)) + at_end
         given = "that the stream gave in" if self.size == UNKNOWN else "of"
-        parts = [f"every sample {given} {_epochs(whole)} exactly once{self._exceptions()}"] if whole else []
+        parts = [f"every sample {given} {plural(whole, 'epoch')} exactly once{self._exceptions()}"] if whole else []
         if stop > start and not at_end:
             each = "" if whole else f", each exactly once{self._exceptions()}"
             of = "" if self.size == UNKNOWN else f" of {self.size}"
@@ -307,7 +309,3 @@ def _buckets(bucket: Mapping[str, Any], cost: Any, size: int, *, drop_last: bool
     if costs.digest != bucket["costs"]:
         raise DataError("cost= gives other costs than those of the run")
     return Buckets(costs, steps, batch_size, size - size % batch_size if drop_last else size)
-
-
-def _epochs(count: int) -> str:
-    return "1 epoch" if count == 1 else f"{count} epochs"

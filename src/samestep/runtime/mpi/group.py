@@ -390,9 +390,7 @@ class MpiGroup(dist.ProcessGroup):
         if self._point_to_point is not None:
             self._point_to_point.close()
 
-    def abort(self) -> None:
-        """Does the same; torch calls it after a failure."""
-        self.shutdown()
+    abort = shutdown  # torch calls it after a failure
 
 
 def _operation(opts: Any) -> str:
