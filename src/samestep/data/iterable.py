@@ -126,11 +126,6 @@ def dataset_length(dataset: Any) -> int | None:
         return None
 
 
-def hide_worker_info() -> None:
-    """Makes `get_worker_info` return None in this worker from now on."""
-    torch_worker._worker_info = None  # noqa: SLF001
-
-
 def compare_first_items(dataset: Any, world: World, seeds: SampleSeeds | None) -> None:
     """Reads one item, and refuses a stream that is not the same on every rank. Collective: every rank must call it.
 
@@ -334,7 +329,7 @@ class SharedStream(IterableDataset[Any]):
         worker, self.number, self.workers = None, 0, 1
         if info is not None:
             worker, self.number, self.workers = info.id, info.id, info.num_workers
-            hide_worker_info()
+            torch_worker._worker_info = None  # noqa: SLF001  (so that the dataset sees no worker, and gives all)
         self.reader = Reader(self.dataset, self.epoch, seeds=self.seeds, worker=worker, on_read=self._on_read(worker))
         self.collator = Collator(self.collate_fn, self.seeds)
         produced = self._produce()

@@ -267,15 +267,12 @@ def synchronise_batchnorm(model: nn.Module, axis: Axis, device: torch.device) ->
     if axis.size == 1:
         return model
     # Look at all layers before changing one: an error leaves the model as it was.
-    layers = [(layer, _target_class(name, layer, device)) for name, layer in _batchnorms(model)]
+    found = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+    layers = [(layer, _target_class(name, layer, device)) for name, layer in found]
     for layer, target in layers:
         layer.__class__ = target
         cast("SyncBatchNorm | DeviceSyncBatchNorm", layer).axis = axis
     return model
-
-
-def _batchnorms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
-    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
 
 
 def _target_class(name: str, layer: _BatchNorm, device: torch.device) -> type[_BatchNorm]:

@@ -130,7 +130,6 @@ class LocalGradientLog:
         self._state = state
         self.is_thorough = thorough
         self._virtual = virtual
-        self._slices = virtual is not None
         self._step = state.steps
         self._noted: dict[str, list[_Noted]] = {}  # in the order in which the backward reached them
         self._averaged: dict[str, int] = {}  # where the views into the buckets lie
@@ -144,7 +143,7 @@ class LocalGradientLog:
         """Watches the parameters that want a gradient now; more than once does no harm."""
         trained = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
         kept = sum(tensor.nbytes for _, tensor in trained if tensor.numel() <= LARGE)
-        self._whole = not self._slices and kept <= HELD_MOST
+        self._whole = self._virtual is None and kept <= HELD_MOST
         for name, tensor in trained:
             if tensor.numel() > LARGE and not self.is_thorough:
                 continue
@@ -156,28 +155,23 @@ class LocalGradientLog:
 
     def _note(self, name: str, parameter: Tensor) -> None:
         """Runs when a backward has come to a parameter, and before its gradient is averaged."""
-        gradient = parameter.grad
-        if gradient is None or not (self._slices or self._state.step_ends):
+        gradient, virtual = parameter.grad, self._virtual
+        if gradient is None or (virtual is None and not self._state.step_ends):
             return
         self._begin()
         dense = gradient.layout == torch.strided
-        accumulated = dense and not self._slices and gradient.data_ptr() == self._averaged.get(name)
+        accumulated = dense and virtual is None and gradient.data_ptr() == self._averaged.get(name)
         if self._whole and dense and not accumulated and gradient.numel() <= LARGE:  # [1]
             self._noted.pop(name, None)
             self._noted[name] = [_Noted(gradient, gradient.numel(), whole=True, accumulated=False)]
         else:  # [2], [3]
-            noted = _Noted(
-                summed(gradient), gradient.numel(), whole=False, accumulated=accumulated, slice=self._slice()
-            )
+            place = None if virtual is None or virtual.current is None else virtual.first + virtual.current
+            noted = _Noted(summed(gradient), gradient.numel(), whole=False, accumulated=accumulated, slice=place)
             self._noted.setdefault(name, []).append(noted)
-
-    def _slice(self) -> int | None:
-        virtual = self._virtual
-        return None if virtual is None or virtual.current is None else virtual.first + virtual.current
 
     def begin_backward(self) -> None:
         """A backward comes after which the optimizer has not stepped: its gradients will be added to averaged ones."""
-        for name in () if self._slices else self._noted:
+        for name in self._noted if self._virtual is None else ():
             parameter = self._watched[name]()
             if parameter is not None:
                 self._find_view(name, parameter.grad)

@@ -86,10 +86,6 @@ class SharedMemoryAllReduce:
         self._number = 0
 
     @staticmethod
-    def required_bytes(ranks: int) -> int:
-        return counters.length(ranks) + 2 * ranks * _LINE
-
-    @staticmethod
     def open(store: Store, info: GroupInfo) -> SharedMemoryAllReduce | None:
         """Opens memory that the ranks share; None on all of them if one cannot. Collective."""
         keys = iter(("memory", "seen"))  # of the store, one for each exchange
@@ -97,7 +93,7 @@ class SharedMemoryAllReduce:
         def exchange(value: tuple[int, int]) -> list[Any]:
             return _all_gather(store, next(keys), value, info.rank, info.size, tuple[int, int])
 
-        length = SharedMemoryAllReduce.required_bytes(info.size)
+        length = counters.length(info.size) + 2 * info.size * _LINE
         memory = shared_segment(length, leader=0, leads=info.rank == 0, exchange=exchange)
         return None if memory is None else SharedMemoryAllReduce(memory, info)
 

@@ -24,13 +24,7 @@ from torch.futures import Future
 
 from samestep.errors import PeerError, StepError
 
-_thread_state = threading.local()
-
-
-def callback_depth() -> int:
-    """Returns the depth of the queue that this thread issues on: 0, or one more than that whose callback it runs."""
-    found: int = getattr(_thread_state, "depth", 0)
-    return found
+_thread_state = threading.local()  # of a thread that calls back: `depth` of the queue on which the callbacks issue
 
 
 class WorkerThread:
@@ -294,7 +288,7 @@ class OperationQueues:
         self._queues: list[OperationQueue] | None = []
 
     def current(self) -> tuple[int, OperationQueue]:
-        depth = callback_depth()
+        depth: int = getattr(_thread_state, "depth", 0)
         with self._lock:
             self.check_open()
             assert self._queues is not None
