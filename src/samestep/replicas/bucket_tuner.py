@@ -1,7 +1,4 @@
-"""Finding bucket sizes while the training runs: measure, propose, compare, keep the faster.
-
-    backwards   2          2 + 5                    8 blocks of 6, and 2 after each change
-    buckets     default    one for all gradients    default proposed | proposed default | default proposed | ...
+"""Finding bucket sizes while the training runs: measure, propose, compare, keep the faster. See docs/buckets.md.
 
 [1] With one bucket nothing is communicated before the last gradient is ready, so hooks on the parameters see a
     backward without communication, and what follows is an all-reduce of everything.
@@ -13,7 +10,7 @@
 A change of buckets is a new DistributedDataParallel, which orders them in its first backward; so it takes two backwards
 until it can be timed. With find_unused_parameters DDP keeps the reverse of the order in which the parameters were
 registered, and fills buckets from the other end. Changes happen in forward, after a backward that averaged and with no
-other forward waiting for its own: all ranks come there at the same moment. See docs/buckets.md.
+other forward waiting for its own: all ranks come there at the same moment.
 """
 
 from __future__ import annotations

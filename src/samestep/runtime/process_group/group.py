@@ -3,10 +3,8 @@
     dist.init_process_group("samestep")                                       after `import samestep`
     dist.init_process_group("samestep", pg_options={"algorithm": "ring"})     this algorithm, also on one host
 
-An all-reduce on one host goes through shared memory. With an algorithm, all-reduce, broadcast, reduce-scatter and
-all-gather go by its plans, where it has any; "cheapest" takes those that suit the links, which are measured. Plans are
-not the default on several hosts: their messages are sent from Python, and small ones take three to four times as long
-as gloo's. Everything else is gloo's: other collectives, several hosts, sparse tensors, other dtypes.
+What is done by shared memory, by plans and by gloo: docs/process-group.md. Plans are not the default on several hosts:
+their messages are sent from Python, and small ones take three to four times as long as gloo's.
 
 PyTorch lets Python subclass `ProcessGroup`, with a trap: C++ looks for an override of each collective while it holds
 Python's lock, and where it finds none it goes on to gloo without releasing it. gloo's thread may hold gloo's own lock
