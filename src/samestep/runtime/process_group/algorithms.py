@@ -108,8 +108,10 @@ class _NamedPeers:
         try:
             return call()
         except RuntimeError as error:
-            lost = f"rank {self._info.names[other]} (process {self._info.host_map.processes[other]})"
-            raise PeerError(f"rank {self._info.names[self.rank]} has lost {lost}: {one_line(str(error))}") from error
+            names, process = self._info.names, self._info.host_map.processes[other]
+            raise PeerError(
+                f"rank {names[self.rank]} has lost rank {names[other]} (process {process}): {one_line(str(error))}"
+            ) from error
 
 
 @dataclass
