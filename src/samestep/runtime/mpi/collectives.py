@@ -71,10 +71,8 @@ class Collectives:
             mine = mine.clone()
         if fits_one_message(mine):
             self._call("Allgather", self._bytes(mine), self._bytes(rows, mine.nbytes))
-            return
-        row = rows.view(self._size, -1)
-        self.exchange(dict.fromkeys(self._others, mine), {rank: row[rank] for rank in self._others})
-        row[self._rank].copy_(mine.view(-1))
+        else:
+            self.exchange(dict.fromkeys(range(self._size), mine), self._by_rank(rows))
 
     def all_gather_each(self, rows: Sequence[Tensor], tensor: Tensor) -> None:
         """Fills each tensor of `rows` with that of a rank: in one call where they are equally long."""
@@ -95,25 +93,18 @@ class Collectives:
         """Fills the rows of the root's `rows` with the ranks' tensors; None elsewhere."""
         if fits_one_message(mine):
             self._call("Gather", self._bytes(mine), None if rows is None else self._bytes(rows, mine.nbytes), root)
-            return
-        if rows is None:
-            self.exchange({root: mine}, {})
-            return
-        row = rows.view(self._size, -1)
-        self.exchange({}, {rank: row[rank] for rank in self._others})
-        row[self._rank].copy_(mine.view(-1))
+        else:
+            self.exchange({root: mine}, {} if rows is None else self._by_rank(rows))
 
     def scatter(self, mine: Tensor, rows: Tensor | None, root: int) -> None:
         """Sends each rank its row of the root's `rows`; None elsewhere."""
         if fits_one_message(mine):
             self._call("Scatter", None if rows is None else self._bytes(rows, mine.nbytes), self._bytes(mine), root)
-            return
-        if rows is None:
-            self.exchange({}, {root: mine})
-            return
-        row = rows.view(self._size, -1)
-        self.exchange({rank: row[rank] for rank in self._others}, {})
-        mine.view(-1).copy_(row[self._rank])
+        else:
+            self.exchange({} if rows is None else self._by_rank(rows), {root: mine})
+
+    def _by_rank(self, rows: Tensor) -> dict[int, Tensor]:
+        return dict(enumerate(rows.view(self._size, -1)))
 
     def reduce_scatter(self, mine: Tensor, parts: Sequence[Tensor], op: str) -> None:
         """Fills `mine` with the sum of the ranks' parts for this rank; parts may differ in length."""
