@@ -38,7 +38,6 @@ class Collectives:
         self.waiting = waiting
         self._rank: int = communicator.rank
         self._size: int = communicator.size
-        self._others = [rank for rank in range(self._size) if rank != self._rank]
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         self._reduce_in_place(tensor, op, "Allreduce")
@@ -84,10 +83,9 @@ class Collectives:
                 copy_back(row, part)
             return
         values = [to_host(row) for row in rows]
-        self.exchange(dict.fromkeys(self._others, mine), {other: values[other] for other in self._others})
-        rows[self._rank].detach().copy_(tensor.detach())
-        for other in self._others:
-            copy_back(rows[other], values[other])
+        self.exchange(dict.fromkeys(range(self._size), mine), dict(enumerate(values)))
+        for row, value in zip(rows, values, strict=True):
+            copy_back(row, value)
 
     def gather(self, rows: Tensor | None, mine: Tensor, root: int) -> None:
         """Fills the rows of the root's `rows` with the ranks' tensors; None elsewhere."""
