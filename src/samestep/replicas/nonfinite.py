@@ -1,7 +1,7 @@
 """The guard against NaN and Inf: caught before the optimizer has changed anything, with rank and tensor.
 
 After the reduction all ranks hold the same gradients, so all come to the same answer without a message; only where it
-is bad do they exchange what `local_gradients` has kept. A rank whose gradients were changed after the reduction finds
+is bad do they exchange what `culprits` has kept. A rank whose gradients were changed after the reduction finds
 itself alone there, and says so. The check takes one pass over the gradients and one number read from the device a step.
 On GPUs it is the largest absolute value, one kernel for many tensors. On CPUs it is a sum: of NaN and Inf no sum is
 finite, so a finite sum proves that all is finite; one that is not (finite values may overflow) is examined. The sum is
@@ -28,13 +28,13 @@ from samestep.data.batches import tensors_of
 from samestep.errors import NonFiniteError
 from samestep.launch.rank.user_code import warn
 from samestep.replicas.batchnorm import SyncBatchNorm
-from samestep.replicas.culprits import find_culprits
-from samestep.replicas.local_gradients import (
+from samestep.replicas.culprits import (
     LocalGradientLog,
     NonFiniteTensor,
     Probe,
     choose_probe,
     examined,
+    find_culprits,
     values_of,
 )
 from samestep.replicas.optimizer_steps import is_capturing
