@@ -300,19 +300,13 @@ class LoaderSettings:
         yield from batches_of(loader, order, status)
 
 
-@dataclass(frozen=True)
-class _MicroBatches:
+def _requests(order: Order, steps: Iterable[StepPartition]) -> Iterator[Request]:
     """The batch sampler: this rank's micro-batches, in the order of `steps`."""
-
-    order: Order
-    steps: Iterable[StepPartition]
-
-    def __iter__(self) -> Iterator[Request]:
-        for step in self.steps:
-            for start, stop in step.micro:
-                # an empty micro-batch loads the step's first sample, to be cut to nothing
-                span = (start, stop) if stop > start else (step.start, step.start + 1)
-                yield Request(self.order.epoch, span[0], self.order.take(*span).tolist(), is_empty=stop == start)
+    for step in steps:
+        for start, stop in step.micro:
+            # an empty micro-batch loads the step's first sample, to be cut to nothing
+            span = (start, stop) if stop > start else (step.start, step.start + 1)
+            yield Request(order.epoch, span[0], order.take(*span).tolist(), is_empty=stop == start)
 
 
 @dataclass(eq=False)
@@ -333,7 +327,7 @@ class Loader:
         """Does the same without `set_epoch`."""
         settings, status = self.settings, self.settings.worker_status()
         fetcher = Fetcher(self.dataset, settings.collate_fn, settings.sample_seeds, status, skip=self.skip)
-        yield from settings.run(fetcher, order, status, batch_sampler=_MicroBatches(order, steps))
+        yield from settings.run(fetcher, order, status, batch_sampler=_requests(order, steps))
 
 
 def _identity(loaded: Any) -> Any:

@@ -16,7 +16,7 @@ import functools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -189,7 +189,15 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if closure is None:
         _check(optimizer, watched, undoable=True)
         return None
-    guarded = _Closure(closure, optimizer, watched)
+    is_first = True
+
+    def guarded() -> Any:
+        nonlocal is_first
+        loss = closure()
+        undoable, is_first = is_first, False  # after the first call, LBFGS has moved the parameters
+        _check(optimizer, watched, undoable=undoable)
+        return loss
+
     return ((args[0], guarded, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": guarded})
 
 
@@ -214,35 +222,13 @@ def _watched_of(optimizer: Optimizer) -> _Watched:
                 guards.append((guard, own))
         devices = {parameter.device for _, own in guards for _, parameter in own}
         steps = 0 if watched is None else watched.steps
-        _watched[optimizer] = watched = _Watched(identity, guards, _probes(guards), len(devices) < 2, steps)
+        probes = [
+            (choose_probe(name, dict(named), thorough=guard.thorough), parameter)
+            for guard, named in guards
+            for name, parameter in named
+        ]
+        _watched[optimizer] = watched = _Watched(identity, guards, probes, len(devices) < 2, steps)
     return watched
-
-
-def _probes(guards: list[tuple[NonFiniteGuard, list[tuple[str, nn.Parameter]]]]) -> list[tuple[Probe, nn.Parameter]]:
-    return [
-        (choose_probe(name, dict(named), thorough=guard.thorough), parameter)
-        for guard, named in guards
-        for name, parameter in named
-    ]
-
-
-@dataclass
-class _Closure:
-    """An optimizer's closure, whose gradients are judged each time that it has computed them.
-
-    Only those of its first call can be skipped: after it, LBFGS has moved the parameters.
-    """
-
-    closure: Callable[[], Any]
-    optimizer: Optimizer
-    watched: _Watched
-    calls: int = 0
-
-    def __call__(self) -> Any:
-        loss = self.closure()
-        self.calls += 1
-        _check(self.optimizer, self.watched, undoable=self.calls == 1)
-        return loss
 
 
 @torch.no_grad()
