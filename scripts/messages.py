@@ -84,7 +84,7 @@ AREAS = (
     ),
     Area(
         "MPI",
-        ("runtime/mpi/",),
+        ("runtime/mpi/", "runtime/registration.py"),
         "Ranks that no mpiexec has started, no mpi4py, an MPI that cannot do what torch asks, a rank that is gone: "
         "`samestep run --mpi -n 4 train.py`; [MPI](mpi.md).",
     ),

@@ -1,17 +1,6 @@
 """samestep: N processes take the same training step that one process would take, and can prove it.
 
-General layout. The tree is the architecture, floor by floor; imports go down, never up:
-
-    0  errors  rankenv  topology  events  paths  progress ...  words: pure Python, no torch
-    1  launch  network                                        start processes and watch them; what messages cost
-    2  collectives  compress  schedule                        algorithms, codecs, orders: mathematics, no ranks
-    3  runtime                                                inside one rank: world, devices, seeds
-    4  data  replicas  pipelines                              training in parallel
-    5  running                                                over a run: evaluation, checkpoints
-    6  verification  planning  doctor  bench  reporting       evidence about a run
-    7  cli  recipes                                           the door, and users of the public names
-
-`docs/structure.md` walks through it. Public names are loaded on first use (PEP 562), so that `samestep --help`
+docs/structure.md walks through the layers. Public names are loaded on first use (PEP 562), so that `samestep --help`
 and the launcher start without waiting for torch; importing has no effects but one: torch.distributed, once it is
 there, knows a backend `samestep`, and takes `mpi` for MPI.
 """
@@ -65,7 +54,7 @@ _HOMES = {
     "World": "samestep.runtime.world",
     "checkpoint": "samestep.checkpoints.checkpoint",
     "clip_grad_norm_": "samestep.replicas.clipping",
-    "compress": "samestep",  # a room of its own
+    "compress": "samestep",  # a package
     "evaluate": "samestep.evaluation",
     "once": "samestep.data.once",
     "pipeline": "samestep.pipelines.build",

@@ -24,8 +24,7 @@ from torch.utils.data import IterableDataset
 
 from samestep.checkpoints.encoder import pack, unpack
 from samestep.data.batches import DevicePrefetcher
-from samestep.data.fetch import SampleSeeds
-from samestep.data.loader import Loader, LoaderSettings
+from samestep.data.loader import Loader, LoaderSettings, SampleSeeds
 from samestep.data.order import SampleOrder, StepPartition
 from samestep.errors import CheckpointError, DataError
 from samestep.progress import phase

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep.errors import NonFiniteError, UsageError
-from samestep.replicas import culprits, local_gradients, nonfinite
+from samestep.replicas import culprits, nonfinite
 from samestep.testing import assert_same_bits
 
 BAD = 21  # a sample of step 2, whose samples 16 to 23 lie on rank 1 of 2 and of 3
@@ -107,11 +107,11 @@ def test_gradients_that_stay_where_they_are_are_told_apart_too(two_ranks):
 
 def test_of_a_large_model_only_sums_are_kept(two_ranks):
     def only_sums():
-        local_gradients.HELD_MOST, before = 0, local_gradients.HELD_MOST
+        culprits.HELD_MOST, before = 0, culprits.HELD_MOST
         try:
             return stopped()
         finally:
-            local_gradients.HELD_MOST = before
+            culprits.HELD_MOST = before
 
     for text, ranks, _ in two_ranks(only_sums):
         assert "rank 1's gradient of 2." in text
@@ -487,7 +487,7 @@ def test_a_glance_sees_what_went_through_a_matrix_product(name, bad):
     draw = torch.Generator().manual_seed(5)
     with samestep.world() as world:
         model = samestep.replicate(make(), world)
-        assert model.module.weight.numel() > local_gradients.LARGE
+        assert model.module.weight.numel() > culprits.LARGE
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for number in range(8):
             x = torch.randn(shape, generator=draw)
@@ -495,7 +495,7 @@ def test_a_glance_sees_what_went_through_a_matrix_product(name, bad):
             place = x if bad == "what came forward" else back
             place.view(-1)[int(torch.randint(place.numel(), (), generator=draw))] = (NAN, float("inf"))[number % 2]
             model(x).backward(back)
-            assert not torch.isfinite(local_gradients.probe_row_and_column(model.module.weight.grad))
+            assert not torch.isfinite(culprits.probe_row_and_column(model.module.weight.grad))
             with pytest.raises(NonFiniteError, match="the gradient of weight holds"):
                 optimizer.step()
             optimizer.zero_grad()
@@ -507,7 +507,7 @@ def test_a_glance_sees_a_bad_row_of_an_embedding():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         found = model(torch.tensor([7, 399]))
         found.backward(torch.tensor([[1.0], [NAN]]).expand_as(found))
-        assert not torch.isfinite(local_gradients.probe_row_and_column(model.module.weight.grad))
+        assert not torch.isfinite(culprits.probe_row_and_column(model.module.weight.grad))
         with pytest.raises(NonFiniteError, match="the gradient of weight holds 400 NaN among 160,000 elements"):
             optimizer.step()
 

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import samestep
 from samestep.data.order import SampleOrder
 from samestep.errors import DataError, DeviceError, EmptyBatchError, ModelError, StepError
-from samestep.replicas.empty_batches import try_empty
+from samestep.replicas.replicate import try_empty
 from samestep.testing import assert_same_bits
 
 TOLERANCE = 1e-12  # float64, values of order 1, sums of at most 12 terms over 6 steps

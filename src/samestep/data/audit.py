@@ -21,8 +21,7 @@ from samestep.data.costs import BucketedOrder, Buckets, Costs
 from samestep.data.ledger import START, Segment, Skip, chain_digest, drop_skipped, multiset_digest, parsed
 from samestep.data.order import BLOCK, ORDER_VERSION, UNKNOWN, Order, SampleOrder
 from samestep.errors import DataError
-
-__all__: list[str] = []
+from samestep.text import plural
 
 _epoch = attrgetter("epoch")
 MOST_NAMED = 3  # samples and skips named one by one
@@ -73,15 +72,14 @@ def audit(state: Mapping[str, Any], *, digests: bool = True, cost: Any = None) -
         problems += saved.digest_problems()
         problems += saved.tally_problems()
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems, the first"
-        return Audit(ok=False, summary=f"{count}: {problems[0]}", problems=tuple(problems))
+        first = ", the first" if len(problems) > 1 else ""
+        summary = f"{plural(len(problems), 'problem')}{first}: {problems[0]}"
+        return Audit(ok=False, summary=summary, problems=tuple(problems))
     return Audit(ok=True, summary=saved.summary() + (saved.caveat() if digests else "; digests not computed again"))
 
 
 @dataclass(frozen=True)
 class _SavedState:
-    """One data state, read."""
-
     size: int
     seed: int
     shuffle: bool
@@ -123,7 +121,6 @@ class _SavedState:
     # --- positions -------------------------------------------------------------------------------
 
     def problems(self) -> Iterator[str]:
-        """Yields what is wrong with the intervals."""
         wrong = [
             f"epoch {segment.epoch}: a segment [{segment.start}, {segment.stop}) in steps of {segment.batch_size} is "
             f"none of {self.size} samples"
@@ -198,7 +195,6 @@ class _SavedState:
                 yield f"epoch {segment.epoch}: index {skip.index} was not skipped at position {skip.position}"
 
     def _describe(self, epoch: int, span: Span, what: str) -> str:
-        """A sentence on positions that are not as they should, with their samples' names."""
         start, stop = span
         some = self._order(epoch).take(start, min(stop, start + MOST_NAMED)).tolist()
         named = ", ".join(f"index {index} (position {start + offset})" for offset, index in enumerate(some))
@@ -209,7 +205,6 @@ class _SavedState:
     # --- digests ---------------------------------------------------------------------------------
 
     def digest_problems(self) -> Iterator[str]:
-        """Yields the segments whose samples were not those of the order, or not in these steps."""
         digest = START
         for segment in self.segments:
             order = self._replayable(segment)
@@ -231,7 +226,6 @@ class _SavedState:
         return BucketedOrder(order, self.buckets) if self.buckets and self.buckets.name == segment.bucket else None
 
     def tally_problems(self) -> Iterator[str]:
-        """Yields the whole windows whose samples were not those that the order put there."""
         for (epoch, bucket), group in groupby(self.segments, lambda part: (part.epoch, part.bucket)):
             parts = list(group)
             start, stop = parts[0].start, parts[-1].stop
@@ -253,13 +247,12 @@ class _SavedState:
     # --- words -----------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """What a run without a problem has done."""
         epoch, cursor = self.now
         start, stop = self._expected(epoch)
         at_end = start == 0 and cursor == self._end()
         whole = max(0, epoch - self.begins[0] - (self.begins[1] > 0)) + at_end
         given = "that the stream gave in" if self.size == UNKNOWN else "of"
-        parts = [f"every sample {given} {_epochs(whole)} exactly once{self._exceptions()}"] if whole else []
+        parts = [f"every sample {given} {plural(whole, 'epoch')} exactly once{self._exceptions()}"] if whole else []
         if stop > start and not at_end:
             each = "" if whole else f", each exactly once{self._exceptions()}"
             of = "" if self.size == UNKNOWN else f" of {self.size}"
@@ -271,7 +264,6 @@ class _SavedState:
         return "; ".join(parts)
 
     def caveat(self) -> str:
-        """What could not be looked at."""
         if self.repeats:
             return ", if the stream gives the same items each time"
         if all(self._replayable(segment) is not None for segment in self.segments):
@@ -317,7 +309,3 @@ def _buckets(bucket: Mapping[str, Any], cost: Any, size: int, *, drop_last: bool
     if costs.digest != bucket["costs"]:
         raise DataError("cost= gives other costs than those of the run")
     return Buckets(costs, steps, batch_size, size - size % batch_size if drop_last else size)
-
-
-def _epochs(count: int) -> str:
-    return "1 epoch" if count == 1 else f"{count} epochs"

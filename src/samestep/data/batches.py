@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__: list[str] = []
-
 
 def empty_like(batch: Any, *, own: bool = False) -> Any:
     """Returns `batch` without its samples: every tensor's dim 0 is 0; with `own` none shares the batch's memory.
@@ -25,7 +23,6 @@ def empty_like(batch: Any, *, own: bool = False) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Returns `batch` with every tensor on `device`; copies from pinned memory do not wait."""
     return _map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
@@ -53,7 +50,6 @@ def first_samples(batch: Any, count: int, samples: int) -> Any:
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """Returns the tensors in a batch, in order."""
     found: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

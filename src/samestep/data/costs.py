@@ -22,8 +22,6 @@ from samestep.errors import DataError
 from samestep.seeding import derive_seed
 from samestep.topology import cut_evenly
 
-__all__: list[str] = []
-
 TOLERANCE = 1024  # the largest part is at most 1/1024 dearer than it need be
 _KEPT = 4  # steps: loaded ahead, computed, committed
 _PROBES = 4096  # samples whose costs a digest is made of
@@ -47,7 +45,6 @@ class Costs:
         self.digest = hashlib.blake2b(data, digest_size=8).hexdigest()
 
     def of(self, indices: Indices) -> Values:
-        """Returns the costs of these samples, shape [len(indices)], float64."""
         if self._each is None:
             return self._all[indices]
         values = _numbers([self._each(index) for index in indices.tolist()])
@@ -81,7 +78,6 @@ def by_cost(indices: Indices, costs: Costs) -> Indices:
 
 
 def padded_cost(costs: Values, span: Span) -> float:
-    """Returns what a padded batch of the samples in a span of sorted costs takes."""
     start, stop = span
     return (stop - start) * float(costs[stop - 1]) if stop > start else 0.0
 
@@ -193,8 +189,6 @@ class CostBalancedOrder:
 
 @dataclass(frozen=True)
 class Buckets:
-    """How an order is bucketed."""
-
     costs: Costs  # of the samples
     steps: int  # of a window
     batch_size: int  # samples of a step

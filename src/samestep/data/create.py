@@ -9,9 +9,8 @@ from typing import Any, Literal
 import torch
 
 from samestep.data.costs import Buckets, Costs
-from samestep.data.fetch import SampleSeeds
 from samestep.data.iterable import Kind, StreamLoader, compare_first_items, inspect_dataset, own_sizes
-from samestep.data.loader import Loader, LoaderSettings
+from samestep.data.loader import Loader, LoaderSettings, SampleSeeds
 from samestep.data.order import UNKNOWN, StepPartitioner
 from samestep.data.shards import Shards
 from samestep.data.unbounded import SelfShardedShards, StatefulLoaderShards, UnknownLengthShards, micro_batches_of
@@ -129,9 +128,8 @@ def shards(
         sizes = own_sizes(batch_size, micro_batch_size, world.data.rank, world.data.size)
         return SelfShardedShards(stream, partitioner, world, sizes=sizes, seed=seed, weigh=weight)
     compare_first_items(dataset, world, seeds)
-    if total == UNKNOWN:
-        return UnknownLengthShards(stream, partitioner, world, seed=seed, weigh=weight)
-    return Shards(stream, partitioner, world, seed=seed, shuffle=False, weigh=weight, kind=kind)
+    made = UnknownLengthShards if total == UNKNOWN else Shards
+    return made(stream, partitioner, world, seed=seed, shuffle=False, weigh=weight, kind=kind)
 
 
 def _check_stream(

@@ -21,8 +21,6 @@ from samestep.runtime.scalar_sums import PendingSum, StepTag
 from samestep.runtime.world import World
 from samestep.topology import tree_sum
 
-__all__: list[str] = []
-
 _WITHOUT_MEAN = (
     "a step has ended whose loss did not come from batches.mean(...): the mean of each rank's own mean is not the mean "
     "of the whole step where their shares differ, and batches.loss is nan. Write loss = batches.mean(losses), with "
@@ -55,7 +53,6 @@ class CurrentStep:
         return self.micro == len(self.step.micro) - 1
 
     def loss_share(self, losses: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Returns the sum of the losses that count, over the weight of the step."""
         self._check(losses, mask)
         # a loss that does not count may be inf or nan, and 0 times that is nan
         counted = losses if mask is None else torch.where(mask.bool(), losses * mask, torch.zeros_like(losses))
@@ -115,7 +112,6 @@ class StepReport:
         self._shares[local_slice] = self._shares[local_slice] + part if local_slice in self._shares else part
 
     def discard(self) -> None:
-        """Forgets a step that was abandoned."""
         self._shares.clear()
 
     def send(self, tag: StepTag) -> None:

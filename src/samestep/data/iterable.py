@@ -14,7 +14,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -23,18 +23,23 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from samestep.data.fetch import Collator, Loaded, SampleSeeds, preserve_rng, reason_of, seed_global_rngs
-from samestep.data.loader import LoaderSettings
+from samestep.data.loader import (
+    Collator,
+    Loaded,
+    LoaderSettings,
+    SampleSeeds,
+    reason_of,
+    seed_global_rngs,
+)
 from samestep.data.order import UNKNOWN, SampleOrder, StepPartition, StepPartitioner
 from samestep.data.workers import WorkerStatus
 from samestep.errors import DataError
 from samestep.launch.rank.user_code import user_line
 from samestep.runtime.digest import bytes_of
 from samestep.runtime.exchange import all_gather_json, raise_on_all_ranks
+from samestep.runtime.rng import HOST, preserve_rng
 from samestep.runtime.world import World
 from samestep.topology import cut_evenly
-
-__all__: list[str] = []
 
 Kind = Literal["indexed", "seeks", "repeats", "own", "stateful"]
 
@@ -121,11 +126,6 @@ def dataset_length(dataset: Any) -> int | None:
         return None
 
 
-def hide_worker_info() -> None:
-    """Makes `get_worker_info` return None in this worker from now on."""
-    torch_worker._worker_info = None  # noqa: SLF001
-
-
 def compare_first_items(dataset: Any, world: World, seeds: SampleSeeds | None) -> None:
     """Reads one item, and refuses a stream that is not the same on every rank. Collective: every rank must call it.
 
@@ -135,7 +135,7 @@ def compare_first_items(dataset: Any, world: World, seeds: SampleSeeds | None) -
         return
     problem, mark = None, ""
     try:
-        with preserve_rng():
+        with preserve_rng(HOST):
             mark = fingerprint(Reader(dataset, 0, seeds=seeds).take(0, 1))
     except DataError as error:
         problem = error
@@ -274,14 +274,13 @@ class Reader:
 # --- loading ---------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class StreamLoader:
     """Loads this rank's micro-batches of a stream, on the host."""
 
+    dataset: Any
+    settings: LoaderSettings
     skip = False  # a stream that has raised is over
-
-    def __init__(self, dataset: Any, settings: LoaderSettings) -> None:
-        self.dataset = dataset
-        self.settings = settings
 
     def load(self, epoch: int, partitioner: StepPartitioner, cursor: int) -> Iterator[Loaded]:
         """Yields one batch for every micro-batch from position `cursor` on, with the items of its step.
@@ -330,13 +329,13 @@ class SharedStream(IterableDataset[Any]):
         worker, self.number, self.workers = None, 0, 1
         if info is not None:
             worker, self.number, self.workers = info.id, info.id, info.num_workers
-            hide_worker_info()
+            torch_worker._worker_info = None  # noqa: SLF001  (so that the dataset sees no worker, and gives all)
         self.reader = Reader(self.dataset, self.epoch, seeds=self.seeds, worker=worker, on_read=self._on_read(worker))
         self.collator = Collator(self.collate_fn, self.seeds)
         produced = self._produce()
         while True:
             # the rank's own streams go on as if nothing had been loaded; in a worker nothing else draws
-            with preserve_rng() if worker is None and self.seeds is not None else nullcontext():
+            with preserve_rng(HOST) if worker is None and self.seeds is not None else nullcontext():
                 loaded = next(produced, None)
             if worker is not None and self.status is not None:
                 self.status.clear(worker)
@@ -417,7 +416,6 @@ class SharedStream(IterableDataset[Any]):
 
 
 def step_of(partitioner: StepPartitioner, start: int, count: int) -> StepPartition:
-    """Returns the step of `count` items that starts at a position."""
     return replace(partitioner, total=start + count, drop_last=False).step(start)
 
 

@@ -21,8 +21,6 @@ from samestep.data.order import Indices
 from samestep.errors import DataError
 from samestep.seeding import GOLDEN, splitmix64
 
-__all__: list[str] = []
-
 LEDGER_VERSION = 1
 DIGEST_BYTES = 16
 START = hashlib.blake2b(f"samestep ledger {LEDGER_VERSION}".encode(), digest_size=DIGEST_BYTES).digest()
@@ -39,8 +37,6 @@ class Skip:
 
 @dataclass(frozen=True)
 class Segment:
-    """Steps of one epoch that follow each other."""
-
     epoch: int  # of all its steps
     start: int  # position at which the first of them starts
     stop: int  # position behind the last
@@ -151,7 +147,6 @@ class Ledger:
 
 
 def parsed(state: Mapping[str, Any]) -> tuple[tuple[int, int], bytes, list[Segment]]:
-    """Returns where a saved ledger begins, its last digest, and its segments."""
     try:
         if (version := state["version"]) != LEDGER_VERSION:
             raise DataError(

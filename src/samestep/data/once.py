@@ -96,7 +96,6 @@ class NamedLock:
             return None
 
     def release(self) -> None:
-        """Gives the lock back; does nothing if it is not held."""
         if self._lock.is_locked:
             self._note.unlink(missing_ok=True)
             self._lock.release()
@@ -148,7 +147,7 @@ def once(path: str | os.PathLike[str], *, timeout: float | None = None) -> Itera
         mine = not _is_done(target)
         yield mine
         if mine:
-            _mark_done(target)
+            _write_json(_beside(target, "done"), {"made": target.exists(), **asdict(Holder.here())})
     finally:
         lock.release()
 
@@ -184,7 +183,3 @@ def _is_done(target: Path) -> bool:
     except (ValueError, RecursionError):
         return False  # torn by a power failure: the work is done again
     return isinstance(marker, dict) and (not marker.get("made", False) or target.exists())
-
-
-def _mark_done(target: Path) -> None:
-    _write_json(_beside(target, "done"), {"made": target.exists(), **asdict(Holder.here())})

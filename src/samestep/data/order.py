@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 from samestep.seeding import splitmix64
 from samestep.topology import cut_evenly
 
-__all__: list[str] = []
-
 ORDER_VERSION = 1
 UNKNOWN = 1 << 62  # the length of a stream that does not say it
 ROUNDS = 8
@@ -125,19 +123,10 @@ class StepPartition:
 
     @property
     def size(self) -> int:
-        """Samples of the step, over all ranks."""
         return self.stop - self.start
 
     def slice_of(self, micro: int) -> int:
-        """Returns which of this rank's slices a micro-batch belongs to."""
         return micro * self.local_slices // len(self.micro)
-
-
-class Partitioner(Protocol):
-    """Divides an order into steps; :class:`StepPartitioner` is one."""
-
-    def step(self, start: int) -> StepPartition:
-        """Returns the step that starts at position `start`."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +143,6 @@ class StepPartitioner:
 
     @property
     def end(self) -> int:
-        """One past the last position that is used."""
         return self.total - self.total % self.batch_size if self.drop_last else self.total
 
     @property

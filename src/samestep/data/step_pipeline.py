@@ -17,16 +17,14 @@ from typing import Any
 
 from samestep.data.batches import DevicePrefetcher, empty_like
 from samestep.data.current_step import CurrentStep
-from samestep.data.fetch import Loaded
 from samestep.data.ledger import Skip
+from samestep.data.loader import Loaded
 from samestep.data.order import StepPartition
 from samestep.errors import DataError
 from samestep.runtime.exchange import all_gather_json
 from samestep.runtime.scalar_sums import PendingSum, StepTag
 from samestep.runtime.world import World
 from samestep.topology import tree_sum
-
-__all__: list[str] = []
 
 MOST_NAMED = 10  # skipped samples that standard error names; the ledger has all
 
@@ -129,7 +127,6 @@ class StepPipeline:
             started = following
 
     def learn_empty(self, part: StepPart) -> None:
-        """Notes what a batch without samples looks like."""
         if self.empty is None and part.batches:
             self.empty = empty_like(part.batches[0], own=True)
 
@@ -237,5 +234,4 @@ class SkipLog:
         return self._of_step.pop(start, ())
 
     def discard(self) -> None:
-        """Forgets steps that will not be committed."""
         self._of_step.clear()

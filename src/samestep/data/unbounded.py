@@ -18,14 +18,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from samestep.data.batches import tensors_of
-from samestep.data.iterable import Kind, StreamLoader, step_of
+from samestep.data.iterable import StreamLoader, step_of
 from samestep.data.order import StepPartitioner
 from samestep.data.shards import Shards
 from samestep.data.step_pipeline import StepPart, Steps
 from samestep.errors import DataError
 from samestep.runtime.world import World
-
-__all__: list[str] = []
 
 
 class _UnboundedShards(Shards, ABC):
@@ -57,19 +55,13 @@ class _UnboundedShards(Shards, ABC):
 class UnknownLengthShards(_UnboundedShards):
     """Shards of one stream of unknown length, which all ranks read."""
 
-    def __init__(
-        self, loader: StreamLoader, partitioner: StepPartitioner, world: World, *, seed: int, weigh: Any
-    ) -> None:
-        super().__init__(loader, partitioner, world, seed=seed, shuffle=False, weigh=weigh, kind="repeats")
-        self._stream = loader
-
     @property
     def step(self) -> int:
-        """Steps of this epoch that are finished."""
         return -(-self._reached // self.batch_size)
 
     def _parts(self) -> Iterator[StepPart]:
-        loaded = self._stream.load(self._epoch, self._partitioner, self._cursor)
+        assert isinstance(self._loader, StreamLoader)
+        loaded = self._loader.load(self._epoch, self._partitioner, self._cursor)
         start = self._cursor
         for first in loaded:
             step = step_of(self._partitioner, start, first.items)
@@ -81,24 +73,10 @@ class UnknownLengthShards(_UnboundedShards):
 class _OwnShards(_UnboundedShards):
     """Shards of a source of each rank's own, which counts steps: which items they hold is not known."""
 
-    def __init__(
-        self,
-        loader: StreamLoader | None,
-        partitioner: StepPartitioner,
-        world: World,
-        *,
-        micro: int,
-        seed: int,
-        weigh: Any,
-        kind: Kind,
-    ) -> None:
-        super().__init__(loader, partitioner, world, seed=seed, shuffle=False, weigh=weigh, kind=kind, own_micro=micro)
-        self._finished = 0  # steps of this epoch
-        self._committed = 0
+    _finished = _committed = 0  # steps of this epoch
 
     @property
     def step(self) -> int:
-        """Steps of this epoch that are finished."""
         return self._finished
 
     def _go_to(self, epoch: int, cursor: int) -> None:
@@ -137,21 +115,22 @@ class SelfShardedShards(_OwnShards):
         seed: int,
         weigh: Any,
     ) -> None:
-        super().__init__(loader, partitioner, world, micro=len(sizes), seed=seed, weigh=weigh, kind="own")
-        self._stream = loader
+        super().__init__(
+            loader, partitioner, world, seed=seed, shuffle=False, weigh=weigh, kind="own", own_micro=len(sizes)
+        )
         self._sizes = [size for size in sizes if size]  # another rank may have a sample for each, this one fewer
         self._readers = [world.data.size, loader.settings.workers, partitioner.batch_size, len(sizes)]
 
     def _parts(self) -> Iterator[StepPart]:
-        parts = self._all_parts()
-        for consumed in islice(parts, self._committed):  # it is read again, and left
-            self._pipeline.learn_empty(consumed)
-        yield from parts
-
-    def _all_parts(self) -> Iterator[StepPart]:
-        loaded = self._stream.load_own(self._epoch, self._sizes)
+        assert isinstance(self._loader, StreamLoader)
+        loaded, consumed = self._loader.load_own(self._epoch, self._sizes), self._committed
         while taken := list(islice(loaded, len(self._sizes))):
-            yield StepPart([one.batch for one in taken], [one.items for one in taken])
+            part = StepPart([one.batch for one in taken], [one.items for one in taken])
+            if consumed:  # it is read again, and left
+                self._pipeline.learn_empty(part)
+                consumed -= 1
+            else:
+                yield part
 
     def state_dict(self) -> dict[str, Any]:
         """Returns how much was consumed, and by how many readers: plain data, the same on every rank."""
@@ -187,7 +166,9 @@ class StatefulLoaderShards(_OwnShards):
     def __init__(
         self, source: DataLoader[Any], partitioner: StepPartitioner, world: World, *, micro: int, seed: int, weigh: Any
     ) -> None:
-        super().__init__(None, partitioner, world, micro=micro, seed=seed, weigh=weigh, kind="stateful")
+        super().__init__(
+            None, partitioner, world, seed=seed, shuffle=False, weigh=weigh, kind="stateful", own_micro=micro
+        )
         self._source: Any = source
         self._micro = micro
         self._first: Any = None  # this rank's loader's state at the start of the epoch; None: not begun

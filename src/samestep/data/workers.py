@@ -26,8 +26,6 @@ from samestep.data.order import Order
 from samestep.errors import DataError, SamestepError
 from samestep.launch.rank.failure import signal_name
 
-__all__: list[str] = []
-
 _CHECK_INTERVAL_S = 0.5  # how often a rank that waits checks its workers
 
 _HINTS: dict[int, str] = {
@@ -62,7 +60,6 @@ class WorkerStatus:
         self._rows[worker, 2] = place
 
     def clear(self, worker: int) -> None:
-        """The worker has nothing to do."""
         self.write(worker, -1, -1)
 
     def read(self, worker: int) -> tuple[int, int, int]:

@@ -24,12 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase, _NormBase
 
 from samestep.errors import DataError, ModelError
 from samestep.runtime.axis import Axis
-
-__all__: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -269,15 +267,12 @@ def synchronise_batchnorm(model: nn.Module, axis: Axis, device: torch.device) ->
     if axis.size == 1:
         return model
     # Look at all layers before changing one: an error leaves the model as it was.
-    layers = [(layer, _target_class(name, layer, device)) for name, layer in _batchnorms(model)]
+    found = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+    layers = [(layer, _target_class(name, layer, device)) for name, layer in found]
     for layer, target in layers:
         layer.__class__ = target
         cast("SyncBatchNorm | DeviceSyncBatchNorm", layer).axis = axis
     return model
-
-
-def _batchnorms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
-    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
 
 
 def _target_class(name: str, layer: _BatchNorm, device: torch.device) -> type[_BatchNorm]:
@@ -305,3 +300,13 @@ _CLASSES: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
     nn.BatchNorm2d: SyncBatchNorm2d,
     nn.BatchNorm3d: SyncBatchNorm3d,
 }
+
+
+def running_statistics(model: nn.Module, *, own: bool = False) -> set[str]:
+    """Returns the names of the buffers of normalisation layers; with `own` of those that are not synchronised."""
+    return {
+        name
+        for prefix, layer in model.named_modules()
+        if isinstance(layer, _NormBase) and not (own and isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm))
+        for name, _ in layer.named_buffers(prefix, recurse=False)
+    }

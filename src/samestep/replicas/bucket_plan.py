@@ -25,8 +25,6 @@ from statistics import median
 from samestep.network.links import Link
 from samestep.text import seconds_text
 
-__all__: list[str] = []
-
 MIB = 1 << 20
 DEFAULT_CAPS = (MIB, 25 * MIB)  # of DistributedDataParallel: the first bucket, and the others
 SLACK = 1 / 200  # of the earliest end, which fewer buckets may cost
@@ -61,7 +59,6 @@ class BackwardProfile:
 
     @property
     def alone_s(self) -> float:
-        """The backward without communication."""
         return max(self.ready_s)
 
     def after(self, done_s: float, begin: int, end: int) -> float:
@@ -200,12 +197,10 @@ class Partition:
         return Partition(backward.buckets(layout), adding, finish, _hidden(finish - backward.alone_s, adding))
 
     def achieved(self, backward: BackwardProfile, finish_s: float) -> Partition:
-        """Returns it with the measured end."""
         hidden = _hidden(finish_s - backward.alone_s, self.adding_s) if backward.beside else None
         return dataclasses.replace(self, achieved_s=finish_s, achieved_hidden=hidden)
 
     def cells(self) -> tuple[str, str, str, str, str]:
-        """Returns its row of the table."""
         milliseconds = [
             _number(None if value is None else 1e3 * value, 1) for value in (self.finish_s, self.achieved_s)
         ]

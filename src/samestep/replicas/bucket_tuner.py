@@ -1,7 +1,4 @@
-"""Finding bucket sizes while the training runs: measure, propose, compare, keep the faster.
-
-    backwards   2          2 + 5                    8 blocks of 6, and 2 after each change
-    buckets     default    one for all gradients    default proposed | proposed default | default proposed | ...
+"""Finding bucket sizes while the training runs: measure, propose, compare, keep the faster. See docs/buckets.md.
 
 [1] With one bucket nothing is communicated before the last gradient is ready, so hooks on the parameters see a
     backward without communication, and what follows is an all-reduce of everything.
@@ -13,7 +10,7 @@
 A change of buckets is a new DistributedDataParallel, which orders them in its first backward; so it takes two backwards
 until it can be timed. With find_unused_parameters DDP keeps the reverse of the order in which the parameters were
 registered, and fills buckets from the other end. Changes happen in forward, after a backward that averaged and with no
-other forward waiting for its own: all ranks come there at the same moment. See docs/buckets.md.
+other forward waiting for its own: all ranks come there at the same moment.
 """
 
 from __future__ import annotations
@@ -46,8 +43,6 @@ from samestep.replicas.bucket_plan import (
 from samestep.replicas.reduction import Reduction
 from samestep.runtime.axis import Axis
 from samestep.runtime.exchange import all_gather_json
-
-__all__: list[str] = []
 
 WARM = 2  # backwards before anything is measured
 SETTLE = 2  # after new buckets: DDP orders them in the first, and they come to lie in shared memory in the second
@@ -286,7 +281,6 @@ class BucketTuner:
         return ddp_layout(sizes, caps, from_the_end=self._in_given_order)
 
     def _proposal(self, backward: BackwardProfile) -> tuple[Partition, Caps]:
-        """Returns the buckets that should end earliest, and the caps that make them."""
         if not _HAS_LISTS:
             cap = best_single_size(backward, from_the_end=self._in_given_order)
             return Partition.predicted(backward, self._ddp_layout(backward.sizes, (cap,))), (cap,)

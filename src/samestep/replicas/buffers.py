@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from samestep.runtime.axis import Axis
 from samestep.runtime.digest import bytes_of
 
-__all__: list[str] = []
-
 
 def sync_buffers(module: nn.Module, axis: Axis) -> None:
     """Gives every rank of `axis` the buffers of its first rank, bit for bit. Collective: every rank must call.

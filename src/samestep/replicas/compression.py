@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -33,8 +33,6 @@ from samestep.runtime.axis import Axis
 from samestep.runtime.hosts import new_group
 from samestep.runtime.process_group.work import WorkerThread
 
-__all__: list[str] = []
-
 Done = Callable[[Tensor | Exception], None]
 
 
@@ -53,7 +51,6 @@ class ChunkPipeline:
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank has sent to others."""
         return sum(self._sent)
 
     def send(self, scheme: Reduction, done: Done) -> None:
@@ -88,7 +85,6 @@ class ChunkPipeline:
         return _Arriving(arrived, group.alltoall_base(arrived.view(-1), flat, received, sent), packets)
 
     def close(self) -> None:
-        """Ends the threads when they have done what they were given."""
         for worker in self._workers:
             worker.close()
 
@@ -130,8 +126,6 @@ BucketListener = Callable[[Axis, Bucket], None]
 
 @dataclass
 class _ChunkBuffers:
-    """A chunk of a bucket, and what is known of it as long as the bucket stays."""
-
     codec: Codec  # what it travels by
     chunk: Chunk  # its pieces
     shares: RowOwners  # whose row is whose
@@ -275,25 +269,24 @@ def _part(flat: Tensor, piece: Piece) -> Tensor:
     return flat[piece.begin : piece.begin + piece.elements].view(piece.shape)
 
 
+@dataclass
 class _BucketCompletion:
     """Puts the means of a bucket's chunks in place, and tells when all are."""
 
-    def __init__(self, future: Future, buffer: Tensor, chunks: int) -> None:
-        self._future = future
-        self._buffer = buffer
-        self._left = chunks
-        self._lock = threading.Lock()
+    future: Future
+    buffer: Tensor
+    left: int  # chunks
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, chunk: Chunk, gradients: list[Tensor], found: Tensor | Exception) -> None:
-        """Takes a chunk's mean, or why there is none."""
         if not isinstance(found, Exception):
             torch._foreach_copy_(gradients, chunk.views(found))
-        with self._lock:
-            failed = isinstance(found, Exception) and self._left > 0
-            self._left = 0 if failed else self._left - 1
-            is_last = self._left == 0
+        with self.lock:
+            failed = isinstance(found, Exception) and self.left > 0
+            self.left = 0 if failed else self.left - 1
+            is_last = self.left == 0
         if isinstance(found, Exception):
             if failed:
-                self._future.set_exception(found)  # type: ignore[arg-type]  # takes exceptions all the same
+                self.future.set_exception(found)  # type: ignore[arg-type]  # takes exceptions all the same
         elif is_last:
-            self._future.set_result(self._buffer)
+            self.future.set_result(self.buffer)

@@ -22,11 +22,9 @@ from samestep.launch.rank.user_code import warn
 from samestep.replicas.bucket_plan import BucketPlan
 from samestep.replicas.bucket_tuner import BucketTuner, Caps, ddp_argument, reason_not_tunable
 from samestep.replicas.compression import GradientCompression
-from samestep.replicas.local_gradients import LocalGradientLog
+from samestep.replicas.culprits import LocalGradientLog
 from samestep.replicas.reduction import Reduce, Reduction, install
 from samestep.runtime.world import World
-
-__all__: list[str] = []
 
 # torch 2.13 renamed the argument; both mean: no buffer travels in forward
 _SPELLING = "forward_sync_buffers"

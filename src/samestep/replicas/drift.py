@@ -173,7 +173,6 @@ class DriftMonitor:
             add_step_listener(self)
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer has parameters of this model."""
         return is_among(self._names(), optimizer)
 
     def note_step(self, optimizer: Optimizer, number: int) -> None:
@@ -223,7 +222,6 @@ class DriftMonitor:
         self._repair(found, items, text, ranks)
 
     def _differences(self, items: Sequence[StateItem]) -> list[Difference]:
-        """Returns what differs, the same on every rank. Collective."""
         mine = {"at": [self.number, self.steps], "of": {item.name: [item.digest(), item.kind] for item in items}}
         everyone = all_gather_json(self._axis, mine)
         if any(one["at"] != mine["at"] for one in everyone):

@@ -26,8 +26,6 @@ from samestep.runtime.axis import Axis
 from samestep.runtime.hosts import open_counters
 from samestep.topology import tree_sum
 
-__all__: list[str] = []
-
 ALIGNED = 128  # elements: as the allocators of CPU and GPU place a tensor, so that kernels take the same path
 
 FlatBuffers = list[Tensor]  # the flat parts, in the order of the layout's
@@ -183,7 +181,6 @@ class TreeAllReduce:
         return self._regions[flat.data_ptr()]
 
     def clear(self) -> None:
-        """Lets go of memory that is not used again."""
         self._regions.clear()
 
     def leave(self) -> None:

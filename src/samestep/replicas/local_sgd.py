@@ -27,8 +27,6 @@ from samestep.replicas.reduction import ordered_sum
 from samestep.runtime.axis import Axis
 from samestep.runtime.world import World
 
-__all__: list[str] = []
-
 
 class LocalSGDEngine:
     """The engine of a replica whose ranks step separately.

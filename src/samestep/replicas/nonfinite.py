@@ -1,7 +1,7 @@
 """The guard against NaN and Inf: caught before the optimizer has changed anything, with rank and tensor.
 
 After the reduction all ranks hold the same gradients, so all come to the same answer without a message; only where it
-is bad do they exchange what `local_gradients` has kept. A rank whose gradients were changed after the reduction finds
+is bad do they exchange what `culprits` has kept. A rank whose gradients were changed after the reduction finds
 itself alone there, and says so. The check takes one pass over the gradients and one number read from the device a step.
 On GPUs it is the largest absolute value, one kernel for many tensors. On CPUs it is a sum: of NaN and Inf no sum is
 finite, so a finite sum proves that all is finite; one that is not (finite values may overflow) is examined. The sum is
@@ -16,32 +16,30 @@ import functools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from samestep.data.batches import tensors_of
 from samestep.errors import NonFiniteError
 from samestep.launch.rank.user_code import warn
 from samestep.replicas.batchnorm import SyncBatchNorm
-from samestep.replicas.culprits import find_culprits
-from samestep.replicas.local_gradients import (
+from samestep.replicas.culprits import (
     LocalGradientLog,
     NonFiniteTensor,
     Probe,
     choose_probe,
     examined,
+    find_culprits,
     values_of,
 )
-from samestep.replicas.optimizer_steps import call_before_steps, is_capturing
+from samestep.replicas.optimizer_steps import is_capturing
 from samestep.replicas.virtual_engine import VirtualRankEngine
 from samestep.runtime.world import World
-
-__all__: list[str] = []
 
 Policy = Literal["stop", "skip", "warn", "off"]
 POLICIES = ("off", "warn", "skip", "stop")  # the strictest last: an optimizer of several replicas goes by it
@@ -86,17 +84,14 @@ class NonFiniteGuard:
         _watch_optimizers()
 
     def names(self) -> dict[int, str]:
-        """Returns the names of the model's parameters, by their identity."""
         module = self._module()
         return {} if module is None else {id(tensor): name for name, tensor in module.named_parameters()}
 
     def note_inputs(self, *inputs: Any) -> None:
-        """Notes what goes into a forward that is to be trained."""
         if self.local is not None:
             self.local.note_inputs(tensors_of(inputs))
 
     def mark_finite(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """These parameters' gradients are finite: they may be used."""
         self.in_a_row = 0
         if self.policy == "skip":
             self._keep_buffers()
@@ -119,7 +114,6 @@ class NonFiniteGuard:
         return module is not None and any(isinstance(layer, kinds) for layer in module.modules())
 
     def count_skip(self, error: NonFiniteError) -> None:
-        """Counts a step that is left out, and tells it."""
         self.skipped += 1
         self.in_a_row += 1
         self._put_buffers_back()
@@ -180,12 +174,12 @@ _watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictio
 
 @functools.cache
 def _watch_optimizers() -> None:
-    call_before_steps(_before_step)
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs before every step of every optimizer; may return other arguments for it."""
-    if not _guards:
+    """Runs before every step of every optimizer, nested ones too; may return other arguments for it."""
+    if torch.compiler.is_compiling() or not _guards:
         return None
     watched = _watched_of(optimizer)
     if not watched.guards or _is_scalers(optimizer, kwargs) or is_capturing():
@@ -195,7 +189,15 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if closure is None:
         _check(optimizer, watched, undoable=True)
         return None
-    guarded = _Closure(closure, optimizer, watched)
+    is_first = True
+
+    def guarded() -> Any:
+        nonlocal is_first
+        loss = closure()
+        undoable, is_first = is_first, False  # after the first call, LBFGS has moved the parameters
+        _check(optimizer, watched, undoable=undoable)
+        return loss
+
     return ((args[0], guarded, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": guarded})
 
 
@@ -220,40 +222,17 @@ def _watched_of(optimizer: Optimizer) -> _Watched:
                 guards.append((guard, own))
         devices = {parameter.device for _, own in guards for _, parameter in own}
         steps = 0 if watched is None else watched.steps
-        _watched[optimizer] = watched = _Watched(identity, guards, _probes(guards), len(devices) < 2, steps)
+        probes = [
+            (choose_probe(name, dict(named), thorough=guard.thorough), parameter)
+            for guard, named in guards
+            for name, parameter in named
+        ]
+        _watched[optimizer] = watched = _Watched(identity, guards, probes, len(devices) < 2, steps)
     return watched
-
-
-def _probes(guards: list[tuple[NonFiniteGuard, list[tuple[str, nn.Parameter]]]]) -> list[tuple[Probe, nn.Parameter]]:
-    return [
-        (choose_probe(name, dict(named), thorough=guard.thorough), parameter)
-        for guard, named in guards
-        for name, parameter in named
-    ]
-
-
-@dataclass
-class _Closure:
-    """An optimizer's closure, whose gradients are judged each time that it has computed them.
-
-    Only those of its first call can be skipped: after it, LBFGS has moved the parameters.
-    """
-
-    closure: Callable[[], Any]
-    optimizer: Optimizer
-    watched: _Watched
-    calls: int = 0
-
-    def __call__(self) -> Any:
-        loss = self.closure()
-        self.calls += 1
-        _check(self.optimizer, self.watched, undoable=self.calls == 1)
-        return loss
 
 
 @torch.no_grad()
 def _check(optimizer: Optimizer, watched: _Watched, *, undoable: bool) -> None:
-    """Stops, skips or warns where a gradient is not finite; otherwise adds it up and goes."""
     if _all_finite(watched):
         for guard, named in watched.guards:
             guard.mark_finite(named)

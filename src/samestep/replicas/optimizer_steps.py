@@ -1,4 +1,4 @@
-"""Hooks on optimizer steps: before each of any optimizer, and after each step of a model.
+"""Hooks after the optimizer steps of a model.
 
 torch runs a hook after every step of every optimizer, and does not say whose step it was. Some models have several
 optimizers, some of which step more seldom than others; a step of the model begins when one of them comes round again.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,8 +22,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-
-__all__: list[str] = []
 
 
 def is_among(parameters: Container[int], optimizer: Optimizer) -> bool:
@@ -72,8 +70,6 @@ class ModelStepCounter:
 
 @dataclass
 class _Known:
-    """The number of an optimizer, and the listeners whose models it has parameters of."""
-
     number: int
     key: list[int]
     listeners: list[weakref.ref[StepListener]]
@@ -91,15 +87,6 @@ def add_step_listener(listener: StepListener) -> None:
     """Calls `listener.note_step` after every step of its model's optimizers, as long as it lives."""
     _listeners[listener] = next(_numbers)
     _hook_steps()
-
-
-def call_before_steps(hook: Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Calls `hook` before every step of every optimizer, nested ones too; it may return other arguments for it."""
-
-    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return None if torch.compiler.is_compiling() else hook(optimizer, args, kwargs)
-
-    register_optimizer_step_pre_hook(before)
 
 
 @functools.cache

@@ -44,8 +44,6 @@ from samestep.replicas.compression import GradientCompression
 from samestep.runtime.axis import Axis
 from samestep.runtime.hosts import inter_host_group, open_counters
 
-__all__: list[str] = []
-
 Reduce = Literal["gloo", "shared", "ordered"]
 METHODS = ("gloo", "shared", "ordered")
 Hook = Callable[[Axis, GradBucket], torch.futures.Future[Tensor]]
@@ -53,8 +51,6 @@ Hook = Callable[[Axis, GradBucket], torch.futures.Future[Tensor]]
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a model's gradients are added."""
-
     overlaps_backward: bool  # buckets are sent beside the backward; else they are added in its thread
     release: Callable[[], None] = lambda: None  # tells the other ranks that this one adds nothing more
 

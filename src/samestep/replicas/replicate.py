@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.compress import Codec, named
-from samestep.data.batches import tensors_of
+from samestep.data.batches import first_samples, tensors_of
 from samestep.errors import DataError, DeviceError, EmptyBatchError, ModelError, SamestepError, StepError, UsageError
 from samestep.launch.rank.failure import lost_peer
 from samestep.launch.rank.user_code import warn
@@ -31,11 +32,11 @@ from samestep.replicas.buffers import broadcast_tensors, sync_buffers
 from samestep.replicas.compression import GradientCompression
 from samestep.replicas.ddp_engine import DDPEngine
 from samestep.replicas.drift import DriftGuard, DriftMonitor, guard_of
-from samestep.replicas.empty_batches import refusal, try_empty
 from samestep.replicas.local_sgd import LocalSGDEngine
 from samestep.replicas.nonfinite import POLICIES, NonFiniteGuard, Policy
 from samestep.replicas.reduction import METHODS, Reduce
 from samestep.replicas.virtual_engine import VirtualRankEngine
+from samestep.runtime.rng import preserve_rng
 from samestep.runtime.world import World
 
 __all__ = ["Replica", "replicate"]
@@ -43,6 +44,7 @@ __all__ = ["Replica", "replicate"]
 Engine = DDPEngine | VirtualRankEngine | LocalSGDEngine
 BatchNormMode = Literal["synchronised", "local"]
 
+REFUSALS = (RuntimeError, IndexError, ValueError)  # how models refuse shapes
 _ONE_VALUE = "Expected more than 1 value per channel when training"  # how torch's batch_norm says it
 
 
@@ -100,7 +102,7 @@ class Replica(nn.Module):
             if self.nonfinite is not None:
                 self.nonfinite.note_inputs(args, kwargs)
             return synchronised(*args, **kwargs)
-        except (RuntimeError, IndexError, ValueError) as error:
+        except REFUSALS as error:
             empty = any(tensor.dim() and not len(tensor) for tensor in tensors_of([args, kwargs]))
             if empty and not isinstance(error, SamestepError) and not lost_peer(error):
                 where = f"rank {self.world.rank} has no sample in this micro-batch"
@@ -264,7 +266,7 @@ def replicate(
         ...     list(model.state_dict())
         ['weight', 'bias']
     """
-    check_model(model, world, Replica)
+    check_model(model, world)
     mode = batchnorm_mode(model, world, batchnorm)
     buckets = chosen_buckets(buckets, free=reduce is None and compress is None and average_every is None)
     check_buckets(buckets)
@@ -280,7 +282,25 @@ def replicate(
         model = synchronise_batchnorm(model, world.data, world.device)
     finite = NonFiniteGuard(model, world, nonfinite)
     compression = None if codec is None else GradientCompression(model, codec, world.seed or 0)
-    engine = _engine(model, world, finite, compression, average_every, buckets, reduce, find_unused_parameters)
+    engine: Engine | None = None
+    if world.virtual is not None:
+        engine = VirtualRankEngine(model, world, world.virtual)
+    elif world.data.size > 1:
+        sync_buffers(model, world.data)  # DDP sends rank 0's parameters
+        if average_every is not None:
+            broadcast_tensors(list(model.parameters()), world.data)
+            finite.local = None  # a rank's own gradients are all there are
+            engine = LocalSGDEngine(model, world, average_every)
+        else:
+            engine = DDPEngine(
+                model,
+                world,
+                buckets=buckets,
+                reduce=reduce,
+                find_unused_parameters=find_unused_parameters,
+                local=finite.local,
+                compression=compression,
+            )
     world.diverge_rng()
     replica = Replica(model, world, mode, engine)
     replica.nonfinite, replica.compression = finite, compression
@@ -293,37 +313,6 @@ def replicate(
 
 def _needs_engine(world: World) -> bool:
     return world.data.size > 1 or world.virtual is not None
-
-
-def _engine(
-    model: nn.Module,
-    world: World,
-    guard: NonFiniteGuard,
-    compression: GradientCompression | None,
-    average_every: int | None,
-    buckets: float | Literal["auto"] | None,
-    reduce: Reduce | None,
-    find_unused_parameters: bool,
-) -> Engine | None:
-    """Returns what makes one training of the ranks'; None where there is nobody else. Collective."""
-    if world.virtual is not None:
-        return VirtualRankEngine(model, world, world.virtual)
-    if world.data.size == 1:
-        return None
-    sync_buffers(model, world.data)  # DDP sends rank 0's parameters
-    if average_every is not None:
-        broadcast_tensors(list(model.parameters()), world.data)
-        guard.local = None  # a rank's own gradients are all there are
-        return LocalSGDEngine(model, world, average_every)
-    return DDPEngine(
-        model,
-        world,
-        buckets=buckets,
-        reduce=reduce,
-        find_unused_parameters=find_unused_parameters,
-        local=guard.local,
-        compression=compression,
-    )
 
 
 def batchnorm_mode(model: nn.Module, world: World, requested: str | None) -> str:
@@ -385,17 +374,16 @@ def check_buckets(buckets: object) -> None:
     )
 
 
-def check_model(model: nn.Module, world: World, *wrappers: type[nn.Module]) -> None:
+def check_model(model: nn.Module, world: World) -> None:
     if isinstance(model, nn.DataParallel):
         raise ModelError(
             "nn.DataParallel drives many GPUs from one process, slowly and with other BatchNorm statistics. Instead: "
             "model = samestep.replicate(model.module.to(world.device), world), started with `samestep run -n auto`"
         )
     _ = getattr(model, "_ddp_params_and_buffers_to_ignore", None)  # a pipeline's refuses
-    if isinstance(model, (DistributedDataParallel, *wrappers)):
+    if isinstance(model, DistributedDataParallel | Replica):
         raise ModelError(f"the model is wrapped in {type(model).__name__} already: replicate(model.module, world)")
-    trainable = [(name, tensor) for name, tensor in model.named_parameters() if tensor.requires_grad]
-    if not trainable:
+    if not any(tensor.requires_grad for tensor in model.parameters()):
         raise ModelError(f"{type(model).__name__} has no trainable parameter: there is no gradient to average")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device != world.device:
@@ -403,3 +391,47 @@ def check_model(model: nn.Module, world: World, *wrappers: type[nn.Module]) -> N
                 f"{name} is on {tensor.device}, but rank {world.rank} trains on {world.device}: call "
                 f"model.to(world.device) before replicate"
             )
+
+
+def refusal(module: nn.Module, error: Exception, where: str) -> str:
+    return (
+        f"{type(module).__name__} cannot take an empty batch ({str(error).splitlines()[0].rstrip('.')}), and {where}: "
+        "write x.flatten(1) instead of x.view(x.size(0), -1), or leave the short step out with drop_last=True"
+    )
+
+
+def try_empty(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int, device: torch.device
+) -> Exception | None:
+    """Returns what a model raises for a batch without samples; None if it accepts one, or if that is not known.
+
+    A last step with fewer samples than ranks leaves some ranks an empty batch, and a model may refuse it: `view(0, -1)`
+    does. So one is tried at the first step: by a forward of a copy that shares the parameters, without gradients,
+    collectives or random numbers that are missed later. Nothing is concluded where the copy does not take a single
+    sample either.
+
+    `args` and `kwargs` are those of its forward for a batch of `samples`: the length of dim 0 of the tensors that hold
+    a value for each.
+    """
+    inputs = {count: first_samples((tuple(args), dict(kwargs)), count, samples) for count in (1, 0)}
+
+    def run(count: int) -> None:
+        positional, named = inputs[count]
+        trial(*positional, **named)
+
+    with preserve_rng(device), torch.no_grad():
+        try:
+            trial = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+            for part in trial.modules():
+                part._forward_hooks.clear()  # noqa: SLF001  (what they look at are the forwards of the training)
+                part._forward_pre_hooks.clear()  # noqa: SLF001
+                if isinstance(part, _BatchNorm):
+                    part.training = False  # its statistics are a collective
+            run(1)
+        except Exception:  # noqa: BLE001  (a model that cannot be copied, or does not take one sample, is not judged)
+            return None
+        try:
+            run(0)
+        except Exception as error:  # noqa: BLE001
+            return error if isinstance(error, REFUSALS) and not isinstance(error, SamestepError) else None
+    return None

@@ -24,14 +24,12 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from samestep.replicas.batchnorm import SyncBatchNorm
+from samestep.replicas.batchnorm import running_statistics
 from samestep.runtime.digest import bytes_of, short_digest
 from samestep.seeding import GOLDEN
-
-__all__: list[str] = []
+from samestep.text import join_and
 
 CHUNK = 32 << 20  # bytes that are mixed at a time on a device, in as many bytes of its memory again, twice
 _WORD = 8  # bytes
@@ -88,19 +86,10 @@ def items_of_model(module: nn.Module, *, buffers: bool) -> Iterator[StateItem]:
     """
     for name, parameter in module.named_parameters():
         yield StateItem(name, parameter)
-    own = _own_statistics(module) if buffers else set()
+    own = running_statistics(module, own=True) if buffers else set()
     for name, buffer in module.named_buffers() if buffers else ():
         if name not in own:
             yield StateItem(name, buffer)
-
-
-def _own_statistics(module: nn.Module) -> set[str]:
-    return {
-        name
-        for prefix, layer in module.named_modules()
-        if isinstance(layer, _NormBase) and not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
-        for name, _ in layer.named_buffers(prefix, recurse=False)
-    }
 
 
 def items_of_optimizer(optimizer: Optimizer, names: Mapping[int, str], place: int) -> Iterator[StateItem]:
@@ -261,7 +250,7 @@ def first_of(names: Sequence[str]) -> str:
     shown = [name[:_MAX_NAME] for name in names[:MOST_NAMES]]
     if len(names) > MOST_NAMES:
         return f"{', '.join(shown)} and {len(names) - MOST_NAMES} more"
-    return _listed(shown)
+    return join_and(shown)
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
@@ -271,8 +260,4 @@ def ranks_named(ranks: Sequence[int]) -> str:
         >>> ranks_named([2]), ranks_named([0, 1, 2])
         ('rank 2', 'ranks 0, 1 and 2')
     """
-    return f"rank{'s' if len(ranks) > 1 else ''} {_listed([str(rank) for rank in ranks])}"
-
-
-def _listed(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {join_and([str(rank) for rank in ranks])}"

@@ -11,8 +11,6 @@ from torch import Tensor
 from samestep.errors import StepError
 from samestep.runtime.scalar_sums import PendingSum, SharedScalars, StepTag, start_reduction
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class HostMap:

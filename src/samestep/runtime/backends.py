@@ -16,8 +16,6 @@ import torch.distributed as dist
 from samestep.errors import BackendError
 from samestep.runtime.mpi.library import check_installed
 
-__all__: list[str] = []
-
 
 def choose_backend(requested: str | None, device: torch.device) -> str:
     """Returns the backend to use."""

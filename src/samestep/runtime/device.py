@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 from samestep.errors import DeviceError
 
-__all__: list[str] = []
-
 
 def default_device(local_rank: int, local_size: int, *, visible: int | None = None) -> torch.device:
     """Returns the device of the rank that is number `local_rank` of `local_size` on its host."""

@@ -17,8 +17,6 @@ from samestep.errors import PeerError
 from samestep.runtime.axis import Axis
 from samestep.runtime.digest import bytes_of
 
-__all__: list[str] = []
-
 _Result = TypeVar("_Result")
 
 

@@ -24,8 +24,6 @@ from samestep.runtime.axis import Axis, HostMap
 from samestep.runtime.backends import for_all_devices
 from samestep.runtime.exchange import all_gather_json
 
-__all__: list[str] = []
-
 
 def gather_host_map(axis: Axis) -> HostMap:
     """Returns which ranks share a host. Collective: every rank of the axis must call it."""

@@ -30,8 +30,6 @@ from samestep.runtime.scalar_sums import SharedScalars, shared_bytes
 from samestep.runtime.store_messages import decode_message
 from samestep.topology import Grid
 
-__all__: list[str] = []
-
 Card = tuple[int, str, str | None]  # rank, machine and which GPU
 
 

@@ -21,8 +21,6 @@ from samestep.launch.rank.timeline import Timeline
 from samestep.paths import RunDirectory
 from samestep.rankenv import variable
 
-__all__: list[str] = []
-
 
 def start_event_log(folder: Path | None, rank: int, size: int) -> Timeline | None:
     """Starts to write events to the run directory `folder`, unless a launcher does; the caller ends it."""

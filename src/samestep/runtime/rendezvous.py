@@ -29,9 +29,6 @@ from samestep.machine import namespace
 from samestep.rankenv import RankVariables
 from samestep.runtime.store_messages import check_ranks_agree, decode_registration
 
-__all__: list[str] = []
-
-
 _worlds = 0  # that this process has joined; the same on all ranks, since they joined them together
 _files: list[Path] = []  # in which rank 0 has published its address; of no use once all have registered
 

@@ -7,7 +7,8 @@ masks are the same everywhere; with `seed + rank` the streams of seed 0, rank 1 
 from __future__ import annotations
 
 import random
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,13 +18,13 @@ import torch
 from samestep import rankenv
 from samestep.seeding import derive_seed
 
-__all__: list[str] = []
+HOST = torch.device("cpu")
 
 
 def seed_everything(seed: int, *names: str | int) -> None:
     """Seeds Python's, NumPy's and torch's global generators with the stream of these names."""
     value = derive_seed(seed, *names)
-    seed_device(value, torch.device("cpu"))
+    seed_device(value, HOST)
     torch.manual_seed(value)  # every CUDA device too, lazily
 
 
@@ -67,6 +68,16 @@ class RngState:
         torch.default_generator.set_state(self.of_torch)
         if self.on_device is not None:
             torch.cuda.set_rng_state(self.on_device, self.device)
+
+
+@contextmanager
+def preserve_rng(device: torch.device) -> Iterator[None]:
+    """Leaves the global generators, and that of `device`, as they were."""
+    before = RngState.capture(device)
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 def keep_generators() -> AbstractContextManager[None]:

@@ -23,8 +23,6 @@ from samestep.collectives.segments import process_alive
 from samestep.errors import PeerError, StepError
 from samestep.topology import tree_sum
 
-__all__: list[str] = []
-
 _SLOT_BYTES = 64  # a cache line: a rank that writes disturbs no other's
 _SLOTS = 3  # for even numbers, for odd ones, and for whether the rank has left
 _BODY = struct.Struct("<QddBIqQQ")  # number, two values, and a StepTag
@@ -98,6 +96,7 @@ class StepTag:
         return f"the {self.purpose} of shards {self.loader}, epoch {self.epoch}, position {self.position}"
 
 
+@dataclass(eq=False)
 class SharedScalars:
     """Sums among the ranks of one host; all ranks send equally often, in the same order.
 
@@ -105,25 +104,15 @@ class SharedScalars:
     it has read number n - 1 of every rank, so two slots a rank, used in turn, are enough. The numbers are added in
     rank order, so all ranks hold the same bits. A slot ends with a checksum: a reader that sees half of what another
     rank writes, as processors with a weak memory order may let it, reads again.
-
-    Args:
-        memory: shared by all ranks; `shared_bytes(ranks)` bytes, zero at first.
-        rank: this rank's position.
-        names: the ranks' numbers in errors, by position.
-        processes: their process numbers.
-        timeout_s: how long to wait for a rank.
     """
 
-    def __init__(
-        self, memory: mmap.mmap, rank: int, names: Sequence[int], processes: Sequence[int], timeout_s: float
-    ) -> None:
-        self.memory = memory
-        self.rank = rank
-        self.names = names
-        self.processes = processes
-        self.timeout_s = timeout_s
-        self._number = 0
-        self._last: PendingSum | None = None
+    memory: mmap.mmap  # shared by all ranks; `shared_bytes(ranks)` bytes, zero at first
+    rank: int  # this rank's position
+    names: Sequence[int]  # the ranks' numbers in errors, by position
+    processes: Sequence[int]  # their process numbers
+    timeout_s: float  # how long to wait for a rank
+    _number: int = 0
+    _last: PendingSum | None = None
 
     def send(self, first: float, second: float = 0.0, *, tag: StepTag) -> PendingSum:
         """Starts the next sum, of one or two values. Collective, but waits only for the sum before."""
@@ -138,7 +127,6 @@ class SharedScalars:
         return self._last
 
     def leave(self) -> None:
-        """Tells the others that this rank sends nothing more."""
         self.memory[self._left_flag(self.rank)] = 1
 
     def _collect(self, number: int, tag: StepTag) -> tuple[float, ...]:
@@ -189,5 +177,4 @@ class SharedScalars:
 
 
 def shared_bytes(ranks: int) -> int:
-    """Returns the bytes of shared memory that so many ranks need."""
     return _SLOTS * ranks * _SLOT_BYTES

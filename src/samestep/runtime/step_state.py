@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__: list[str] = []
-
 REQUESTS = ("save", "stop")
 _BASE = 1 << 20  # more than any number of ranks, so that counts of two requests do not overlap
 
@@ -72,7 +70,6 @@ class StepState:
         self.small_batch_hint, self.empty_later, self.mean = small_batch_hint, empty_later, mean
 
     def leave(self, loader: int) -> None:
-        """A loader's step is over, or was abandoned."""
         self.steps += self._open.pop(loader, None) is not None
         if not self._open:
             self.small_batch_hint = self.empty_later = self.mean = None

@@ -10,15 +10,12 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from samestep.errors import RendezvousError
 
-__all__: list[str] = []
-
 MAX_REGISTRATION_BYTES = 1 << 16  # a registration is a few hundred
 MAX_MESSAGE_BYTES = 1 << 26  # the positions of a large checkpoint's tensors are some million
 _INVALID = object()
 
 
 def decode_registration(value: bytes, rank: int) -> dict[str, Any]:
-    """Returns what a rank has registered with."""
     entry = _decode(value, MAX_REGISTRATION_BYTES)
     known = {"host": str, "pid": int, "size": int}
     if not isinstance(entry, dict) or any(type(entry.get(name)) is not kind for name, kind in known.items()):

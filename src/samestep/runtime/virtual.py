@@ -17,8 +17,6 @@ from samestep.runtime import rng
 from samestep.seeding import derive_seed
 from samestep.topology import is_power_of_two
 
-__all__: list[str] = []
-
 
 class SliceListener(Protocol):
     """Has a state for each slice: a replica's gradients and buffers."""
@@ -79,7 +77,6 @@ class VirtualRanks:
         self._inside[loader] = (place, *position)
 
     def leave(self, loader: int) -> None:
-        """A loader's step is over, or was abandoned."""
         if loader in self._inside:
             self._end()
 

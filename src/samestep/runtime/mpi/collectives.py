@@ -26,8 +26,6 @@ from samestep.runtime.mpi.tensors import (
     widened,
 )
 
-__all__: list[str] = []
-
 REDUCED = 4 << 20  # bytes of a reduction: MPI's own buffer stays in the cache; 100 MiB take half the time
 
 
@@ -40,7 +38,6 @@ class Collectives:
         self.waiting = waiting
         self._rank: int = communicator.rank
         self._size: int = communicator.size
-        self._others = [rank for rank in range(self._size) if rank != self._rank]
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         self._reduce_in_place(tensor, op, "Allreduce")
@@ -73,10 +70,8 @@ class Collectives:
             mine = mine.clone()
         if fits_one_message(mine):
             self._call("Allgather", self._bytes(mine), self._bytes(rows, mine.nbytes))
-            return
-        row = rows.view(self._size, -1)
-        self.exchange(dict.fromkeys(self._others, mine), {rank: row[rank] for rank in self._others})
-        row[self._rank].copy_(mine.view(-1))
+        else:
+            self.exchange(dict.fromkeys(range(self._size), mine), self._by_rank(rows))
 
     def all_gather_each(self, rows: Sequence[Tensor], tensor: Tensor) -> None:
         """Fills each tensor of `rows` with that of a rank: in one call where they are equally long."""
@@ -88,34 +83,26 @@ class Collectives:
                 copy_back(row, part)
             return
         values = [to_host(row) for row in rows]
-        self.exchange(dict.fromkeys(self._others, mine), {other: values[other] for other in self._others})
-        rows[self._rank].detach().copy_(tensor.detach())
-        for other in self._others:
-            copy_back(rows[other], values[other])
+        self.exchange(dict.fromkeys(range(self._size), mine), dict(enumerate(values)))
+        for row, value in zip(rows, values, strict=True):
+            copy_back(row, value)
 
     def gather(self, rows: Tensor | None, mine: Tensor, root: int) -> None:
         """Fills the rows of the root's `rows` with the ranks' tensors; None elsewhere."""
         if fits_one_message(mine):
             self._call("Gather", self._bytes(mine), None if rows is None else self._bytes(rows, mine.nbytes), root)
-            return
-        if rows is None:
-            self.exchange({root: mine}, {})
-            return
-        row = rows.view(self._size, -1)
-        self.exchange({}, {rank: row[rank] for rank in self._others})
-        row[self._rank].copy_(mine.view(-1))
+        else:
+            self.exchange({root: mine}, {} if rows is None else self._by_rank(rows))
 
     def scatter(self, mine: Tensor, rows: Tensor | None, root: int) -> None:
         """Sends each rank its row of the root's `rows`; None elsewhere."""
         if fits_one_message(mine):
             self._call("Scatter", None if rows is None else self._bytes(rows, mine.nbytes), self._bytes(mine), root)
-            return
-        if rows is None:
-            self.exchange({}, {root: mine})
-            return
-        row = rows.view(self._size, -1)
-        self.exchange({rank: row[rank] for rank in self._others}, {})
-        mine.view(-1).copy_(row[self._rank])
+        else:
+            self.exchange({} if rows is None else self._by_rank(rows), {root: mine})
+
+    def _by_rank(self, rows: Tensor) -> dict[int, Tensor]:
+        return dict(enumerate(rows.view(self._size, -1)))
 
     def reduce_scatter(self, mine: Tensor, parts: Sequence[Tensor], op: str) -> None:
         """Fills `mine` with the sum of the ranks' parts for this rank; parts may differ in length."""

@@ -38,8 +38,6 @@ from samestep.runtime.mpi.shutdown import ShutdownProtocol, shutdown_protocol
 from samestep.runtime.mpi.tensors import check_reducible, copy_back, record_events, to_host
 from samestep.runtime.process_group.work import OperationQueues, PendingWork
 
-__all__: list[str] = []
-
 QUEUES = 1000  # tags of communicators: so many queues a group can have
 
 
@@ -392,9 +390,7 @@ class MpiGroup(dist.ProcessGroup):
         if self._point_to_point is not None:
             self._point_to_point.close()
 
-    def abort(self) -> None:
-        """Does the same; torch calls it after a failure."""
-        self.shutdown()
+    abort = shutdown  # torch calls it after a failure
 
 
 def _operation(opts: Any) -> str:

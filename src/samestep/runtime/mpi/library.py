@@ -22,8 +22,6 @@ from samestep.errors import BackendError, RankVariablesError
 from samestep.launch.cpus import binding_warning, unbound_cores
 from samestep.launch.rank.user_code import warn
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Family:

@@ -27,8 +27,6 @@ from samestep.runtime.mpi.shutdown import ShutdownProtocol
 from samestep.runtime.mpi.tensors import copy_back, memory_of, pieces, to_host
 from samestep.runtime.process_group.work import PendingWork, WorkerThread
 
-__all__: list[str] = []
-
 MODES = ("blocking", "polling")
 SPINNING_S = 20e-6  # polls without a pause
 SHORTEST_S, GROWTH, LONGEST_S = 5e-6, 1.2, 300e-6  # pauses
@@ -82,15 +80,12 @@ def timeout_error(what: str, seconds: float) -> PeerError:
 
 @dataclass
 class Waiting:
-    """How the calls of one communicator wait."""
-
     blocking: bool  # in MPI itself
     timeout_s: float  # how long a call may take
     check: Callable[[], None]  # raises PeerError where a rank has left that the call needs
     what: str  # the call, and for whom it waits
 
     def until_done(self, requests: Sequence[Any]) -> None:
-        """Returns when all requests are done."""
         only = requests[0]
         self.poll(only.Test if len(requests) == 1 else lambda: type(only).Testall(requests))
 
@@ -171,13 +166,7 @@ class Poller:
 class PointToPoint:
     """The messages of one group, over a communicator of their own, so that no tag of a script meets a collective's.
 
-    Args:
-        mpi: the library.
-        communicator: of the group's ranks, for messages alone.
-        name: of the group.
-        ranks: the members' numbers in the world.
-        protocol: of this process's end.
-        timeout_s: how long a message may take.
+    `ranks` are the members' numbers in the world.
     """
 
     def __init__(
@@ -201,7 +190,6 @@ class PointToPoint:
         return self._post(message, [self._communicator.Isend(one, to, tag) for one in self._buffers(message.values)])
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Message:
-        """Receives a tensor from a rank of the group."""
         self._check(source, tag)
         key = self._key(source, self._communicator.rank)
         needed = {self._ranks[source]: (key, self._protocol.count(f"received {key}"))}
@@ -314,7 +302,6 @@ class Message(PendingWork):
             self.finish()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Returns when it is done."""
         seconds = timeout.total_seconds()
         waiting = self._waiting if seconds <= 0 else replace(self._waiting, timeout_s=seconds)
         try:
@@ -325,7 +312,6 @@ class Message(PendingWork):
         return super().wait()
 
     def source_rank(self) -> int:
-        """Returns the number in the world of the rank that has sent it."""
         return self.source
 
     _source_rank = source_rank

@@ -30,8 +30,6 @@ from samestep.launch.process import (
 )
 from samestep.launch.rank.excepthook import write_stderr
 
-__all__: list[str] = []
-
 LEAVING, WAIT_FAILED = 1, 2  # tags
 POLL_INTERVAL_S = 0.02  # while the others still work
 GRACE_S = 5.0  # for mpiexec to hear of the culprit before it hears of this rank

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from samestep.errors import UsageError
 
-__all__: list[str] = []
-
 PIECE = 1 << 30  # bytes of one message: MPI counts in 32 bits
 
 NAMES = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,8 +25,6 @@ from samestep.errors import PeerError, UsageError
 from samestep.launch.rank.failure import one_line
 from samestep.network.links import Link, Links
 from samestep.runtime.process_group.shared_memory import GroupInfo
-
-__all__: list[str] = []
 
 
 class PlannedCollectives:
@@ -97,10 +95,8 @@ class _NamedPeers:
     """A transport whose errors name the rank at the other end; gloo's name an address."""
 
     def __init__(self, transport: PointToPoint, info: GroupInfo) -> None:
-        self._transport = transport
-        self._info = info
-        self.rank = transport.rank
-        self.size = transport.size
+        self._transport, self._info = transport, info
+        self.rank, self.size = transport.rank, transport.size
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
         return _NamedWork(self.call(target, lambda: self._transport.isend(tensor, target, tag)), self, target)
@@ -112,19 +108,14 @@ class _NamedPeers:
         try:
             return call()
         except RuntimeError as error:
-            self._raise_lost(other, error)
-
-    def _raise_lost(self, other: int, error: RuntimeError) -> NoReturn:
-        names, processes = self._info.names, self._info.host_map.processes
-        raise PeerError(
-            f"rank {names[self.rank]} has lost rank {names[other]} (process {processes[other]}): {one_line(str(error))}"
-        ) from error
+            names, process = self._info.names, self._info.host_map.processes[other]
+            raise PeerError(
+                f"rank {names[self.rank]} has lost rank {names[other]} (process {process}): {one_line(str(error))}"
+            ) from error
 
 
 @dataclass
 class _NamedWork:
-    """A message, and the rank at its other end."""
-
     work: Work
     transport: _NamedPeers
     other: int

@@ -3,10 +3,8 @@
     dist.init_process_group("samestep")                                       after `import samestep`
     dist.init_process_group("samestep", pg_options={"algorithm": "ring"})     this algorithm, also on one host
 
-An all-reduce on one host goes through shared memory. With an algorithm, all-reduce, broadcast, reduce-scatter and
-all-gather go by its plans, where it has any; "cheapest" takes those that suit the links, which are measured. Plans are
-not the default on several hosts: their messages are sent from Python, and small ones take three to four times as long
-as gloo's. Everything else is gloo's: other collectives, several hosts, sparse tensors, other dtypes.
+What is done by shared memory, by plans and by gloo: docs/process-group.md. Plans are not the default on several hosts:
+their messages are sent from Python, and small ones take three to four times as long as gloo's.
 
 PyTorch lets Python subclass `ProcessGroup`, with a trap: C++ looks for an override of each collective while it holds
 Python's lock, and where it finds none it goes on to gloo without releasing it. gloo's thread may hold gloo's own lock
@@ -32,8 +30,6 @@ from samestep.runtime.backends import number_collectives
 from samestep.runtime.process_group.algorithms import PlannedCollectives, operations
 from samestep.runtime.process_group.shared_memory import SERVED, GroupInfo, SharedMemoryAllReduce, gather_host_map
 from samestep.runtime.process_group.work import OperationQueues, PendingWork
-
-__all__: list[str] = []
 
 CHEAPEST = "cheapest"
 PLANNED = ("sum", "avg")  # the reductions of plans; shared memory does all of SERVED
@@ -115,7 +111,6 @@ class Collectives:
             raise
 
     def leave(self) -> None:
-        """Tells the others that this rank makes no further call."""
         if self.memory is not None:
             self.memory.leave()
 
@@ -252,9 +247,7 @@ class SamestepGroup(dist.ProcessGroup):
         for each in collectives.values():
             each.leave()
 
-    def abort(self) -> None:
-        """Does the same; torch calls it after a failure."""
-        self.shutdown()
+    abort = shutdown  # torch calls it after a failure
 
 
 def _given(*args: Any) -> list[Any]:
@@ -263,7 +256,6 @@ def _given(*args: Any) -> list[Any]:
 
 
 def _operation(opts: Any) -> str:
-    """Returns the name of the operation: "sum", "avg", ..."""
     found: str = opts.reduceOp.op.name.lower()
     return found
 

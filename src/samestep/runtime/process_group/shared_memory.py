@@ -24,8 +24,6 @@ from samestep.runtime.axis import HostMap
 from samestep.runtime.hosts import group_by_host, process_identity
 from samestep.runtime.store_messages import decode_message
 
-__all__: list[str] = []
-
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -69,7 +67,7 @@ class GroupInfo:
 
 def gather_host_map(store: Store, rank: int, size: int) -> HostMap:
     """Returns which ranks share a host, through the group's store. Collective: every rank must call it."""
-    return group_by_host(_all_gather(store, "sight", process_identity(), rank, size, tuple[str | None, int]))
+    return group_by_host(_all_gather(store, "process", process_identity(), rank, size, tuple[str | None, int]))
 
 
 def _all_gather(store: Store, key: str, value: Any, rank: int, size: int, form: Any) -> list[Any]:
@@ -88,10 +86,6 @@ class SharedMemoryAllReduce:
         self._number = 0
 
     @staticmethod
-    def required_bytes(ranks: int) -> int:
-        return counters.length(ranks) + 2 * ranks * _LINE
-
-    @staticmethod
     def open(store: Store, info: GroupInfo) -> SharedMemoryAllReduce | None:
         """Opens memory that the ranks share; None on all of them if one cannot. Collective."""
         keys = iter(("memory", "seen"))  # of the store, one for each exchange
@@ -99,7 +93,7 @@ class SharedMemoryAllReduce:
         def exchange(value: tuple[int, int]) -> list[Any]:
             return _all_gather(store, next(keys), value, info.rank, info.size, tuple[int, int])
 
-        length = SharedMemoryAllReduce.required_bytes(info.size)
+        length = counters.length(info.size) + 2 * info.size * _LINE
         memory = shared_segment(length, leader=0, leads=info.rank == 0, exchange=exchange)
         return None if memory is None else SharedMemoryAllReduce(memory, info)
 
@@ -135,7 +129,6 @@ class SharedMemoryAllReduce:
         return (2 * rank + self._number % 2) * _LINE
 
     def leave(self) -> None:
-        """Tells the others that this rank makes no further call."""
         self._counters.close()
 
 

@@ -24,15 +24,7 @@ from torch.futures import Future
 
 from samestep.errors import PeerError, StepError
 
-__all__: list[str] = []
-
-_thread_state = threading.local()
-
-
-def callback_depth() -> int:
-    """Returns the depth of the queue that this thread issues on: 0, or one more than that whose callback it runs."""
-    found: int = getattr(_thread_state, "depth", 0)
-    return found
+_thread_state = threading.local()  # of a thread that calls back: `depth` of the queue on which the callbacks issue
 
 
 class WorkerThread:
@@ -73,7 +65,6 @@ class WorkerThread:
         return True
 
     def close(self) -> None:
-        """Ends the thread when it has run what was added."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -220,7 +211,6 @@ class PendingWork(dist.Work):
             future.set_result(self._tensors)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Returns when the result is there."""
         seconds = timeout.total_seconds()
         if not self._done.wait(seconds if seconds > 0 else None):
             raise PeerError(f"waited {seconds:g} s for the other ranks of a collective")
@@ -275,7 +265,6 @@ class OperationQueue:
         return work
 
     def close(self) -> None:
-        """Ends the threads when they have run what was issued."""
         self._runner.close()
         self._callbacks.close()
 
@@ -299,8 +288,7 @@ class OperationQueues:
         self._queues: list[OperationQueue] | None = []
 
     def current(self) -> tuple[int, OperationQueue]:
-        """Returns the depth that this thread issues at, and its queue."""
-        depth = callback_depth()
+        depth: int = getattr(_thread_state, "depth", 0)
         with self._lock:
             self.check_open()
             assert self._queues is not None
@@ -314,7 +302,6 @@ class OperationQueues:
             raise StepError(f"the process group of ranks {self._ranks} is destroyed: make a new one")
 
     def close(self) -> None:
-        """Accepts nothing more, and ends the threads when they have run what was issued."""
         with self._lock:
             queues, self._queues = self._queues or [], None
         for queue in queues:
