@@ -26,7 +26,8 @@ def digits_trained(seed, codec, *more):
     with samestep.world(seed=seed) as world:
         training = digits.build(asked, world, train_set)
         for _ in range(asked.epochs):
-            training.epoch(after_step=training.batches.commit)
+            for _ in training.steps():
+                training.batches.commit()
 
         def predicted(batch):
             return training.scores(batch[0]), batch[1]
@@ -48,7 +49,8 @@ def text_trained(seed, codec, *more):
     with samestep.world(seed=seed) as world:
         training = text.build(asked, world, train_set)
         for _ in range(asked.epochs):
-            training.epoch(after_step=training.batches.commit)
+            for _ in training.steps():
+                training.batches.commit()
         return text.bits_per_byte(training, held_out, world, asked.batch_size)
 
 

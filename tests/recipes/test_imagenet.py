@@ -71,7 +71,8 @@ def trained(folder, *more):
     with pytest.MonkeyPatch.context() as patch, samestep.world(virtual_ranks=asked.virtual_ranks) as world:
         patch.setattr(imagenet, "architecture", small_or_by_name)
         training = imagenet.build(asked, world, train_set, seed=0)
-        training.epoch(0.01, training.batches.commit)
+        for _ in training.steps(0.01):
+            training.batches.commit()
         shares = imagenet.top_1_and_5(training, val_set, world, asked)
         state = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
     return state, shares

@@ -27,7 +27,6 @@ __all__ = [
     "add_virtual_ranks",
     "at_least_float32",
     "autocast",
-    "both",
     "cosine",
     "cosine_factor",
     "count",
@@ -49,16 +48,6 @@ def make_checkpoint(
 ) -> samestep.Checkpoint:
     """The checkpoint at the path asked for; without one nothing is saved. Collective: every rank must call."""
     return samestep.checkpoint(args.checkpoint, world, every=args.save_every, batches=batches, **named)
-
-
-def both(first: Callable[[], Any], second: Callable[[], Any]) -> Callable[[], None]:
-    """A function that calls one, then the other."""
-
-    def call() -> None:
-        first()
-        second()
-
-    return call
 
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -151,12 +140,16 @@ def count(least: int) -> Callable[[str], int]:
     return read
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def positive(text: str) -> float:
     """An option that is a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
@@ -164,10 +157,7 @@ def positive(text: str) -> float:
 
 def not_negative(text: str) -> float:
     """An option that is a finite number of 0 or more."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
     return value

@@ -11,9 +11,8 @@ out whatever the seed. Neither 1437 nor 360 divides by most numbers of ranks, an
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -92,17 +91,8 @@ class Training:
         with common.autocast(self.precision, images.device):
             return self.model(images)  # type: ignore[no-any-return]
 
-    def kept(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
-        return {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "schedule": self.schedule,
-            "batches": self.batches,
-        }
-
-    def epoch(self, after_step: Callable[[], None]) -> None:
-        """One pass over the training set."""
+    def steps(self) -> Iterator[None]:
+        """One pass over the training set; yields after each optimizer step."""
         for images, labels in self.batches:
             scores = common.at_least_float32(self.scores(images))
             losses = F.cross_entropy(scores, labels, label_smoothing=SMOOTHING, reduction="none")
@@ -111,7 +101,7 @@ class Training:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 self.schedule.step()
-                after_step()
+                yield
 
 
 def train(args: argparse.Namespace) -> None:
@@ -123,12 +113,16 @@ def train(args: argparse.Namespace) -> None:
     ) as world:
         training = build(args, world, train_set)
         batches = training.batches
-        state = common.make_checkpoint(args, world, **training.kept())
+        state = common.make_checkpoint(
+            args, world, batches, model=training.model, optimizer=training.optimizer, schedule=training.schedule
+        )
         with ProgressDisplay("digits", world, batches, epochs=args.epochs, items=len(train_set)) as show:
             accuracy = None
             for epoch in state.epochs(args.epochs):
                 show.begin(epoch)
-                training.epoch(after_step=common.both(state.commit, show.step))
+                for _ in training.steps():
+                    state.commit()
+                    show.step()
                 accuracy = held_out_accuracy(training, held_out, world)
                 show.result(held_out=percent(accuracy))
             if accuracy is None:  # the checkpoint held a finished training

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.nn import functional as F
@@ -84,17 +84,13 @@ class Training:
     batches: samestep.Shards
     precision: str
 
-    def kept(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
-        return {"model": self.model, "optimizer": self.optimizer, "batches": self.batches}
-
     def scores(self, images: torch.Tensor) -> torch.Tensor:
         """The model's forward, in the precision asked for: B x classes."""
         with common.autocast(self.precision, images.device):
             return self.model(images.to(common.dtype(self.precision)))  # type: ignore[no-any-return]
 
-    def epoch(self, rate: float, after_step: Callable[[], None]) -> None:
-        """One pass over the training images at this learning rate."""
+    def steps(self, rate: float) -> Iterator[None]:
+        """One pass over the training images at this learning rate; yields after each optimizer step."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         for images, labels in self.batches:
@@ -103,7 +99,7 @@ class Training:
             if self.batches.step_ends:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-                after_step()
+                yield
 
 
 def train(args: argparse.Namespace) -> None:
@@ -123,7 +119,9 @@ def train(args: argparse.Namespace) -> None:
             for epoch in () if args.evaluate else state.epochs(args.epochs):
                 show.begin(epoch)
                 rate = learning_rate(args.lr, epoch)
-                training.epoch(rate, after_step=common.both(state.commit, show.step))
+                for _ in training.steps(rate):
+                    state.commit()
+                    show.step()
                 shares = measure()
                 show.result(top_1=percent(shares[0]), top_5=percent(shares[1]))
             top_1, top_5 = map(percent, shares or measure())  # or: nothing was left to train, or asked to be
@@ -160,7 +158,7 @@ def build(args: argparse.Namespace, world: samestep.World, train_set: Images, se
 
 def resumption(args: argparse.Namespace, world: samestep.World, training: Training) -> samestep.Checkpoint:
     """Where the training stands, and what saves it. Collective: every rank must call."""
-    state = common.make_checkpoint(args, world, **training.kept())
+    state = common.make_checkpoint(args, world, training.batches, model=training.model, optimizer=training.optimizer)
     if args.resume == args.checkpoint and args.resume is not None and not state.resumed:
         raise samestep.UsageError(f"there is no checkpoint in {args.resume}")
     if args.start_epoch and not state.resumed:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.nn import functional as F
@@ -75,17 +75,8 @@ class Training:
         scores = common.at_least_float32(scores)
         return F.cross_entropy(scores.transpose(1, 2), targets, ignore_index=corpus.IGNORED, reduction="none")
 
-    def kept(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
-        return {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "schedule": self.schedule,
-            "batches": self.batches,
-        }
-
-    def epoch(self, after_step: Callable[[], None]) -> None:
-        """One pass over the training bytes."""
+    def steps(self) -> Iterator[None]:
+        """One pass over the training bytes; yields after each optimizer step."""
         for inputs, targets in self.batches:
             loss = self.batches.mean(self.losses((inputs, targets)), mask=targets != corpus.IGNORED)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -94,7 +85,7 @@ class Training:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 self.schedule.step()
-                after_step()
+                yield
 
 
 def train(args: argparse.Namespace) -> None:
@@ -107,13 +98,21 @@ def train(args: argparse.Namespace) -> None:
         backend=args.backend, device=args.device, seed=args.seed, virtual_ranks=args.virtual_ranks
     ) as world:
         training = build(args, world, train_set)
-        state = common.make_checkpoint(args, world, **training.kept())
-        with display(args, world, training.batches, train_set.bytes) as show:
+        batches = training.batches
+        state = common.make_checkpoint(
+            args, world, batches, model=training.model, optimizer=training.optimizer, schedule=training.schedule
+        )
+        columns = {"bits per byte": lambda: f"{float(batches.loss) / math.log(2):.3f}"}
+        with ProgressDisplay(
+            "text", world, batches, epochs=args.epochs, items=train_set.bytes, unit="tokens", columns=columns
+        ) as show:
             show.note(f"{train_set.bytes:,} bytes of {folder} to train on, {held_out.bytes:,} held out")
             bits = None
             for epoch in state.epochs(args.epochs):
                 show.begin(epoch)
-                training.epoch(after_step=common.both(state.commit, show.step))
+                for _ in training.steps():
+                    state.commit()
+                    show.step()
                 bits = bits_per_byte(training, held_out, world, args.batch_size)
                 show.result(held_out_bits_per_byte=f"{bits:.3f}")
             if bits is None:  # the checkpoint held a finished training
@@ -121,12 +120,6 @@ def train(args: argparse.Namespace) -> None:
             if world.is_first and args.sample:
                 show.note(f"it writes {written(cast('GPT', training.model.module), args.sample, args.seed)}")
             show.summary(f"{bits:.3f} bits per byte over {held_out.bytes:,} held-out bytes", args.checkpoint)
-
-
-def display(args: argparse.Namespace, world: samestep.World, batches: samestep.Shards, tokens: int) -> ProgressDisplay:
-    """Loss in nats and in bits per byte, and tokens a second."""
-    columns = {"bits per byte": lambda: f"{float(batches.loss) / math.log(2):.3f}"}
-    return ProgressDisplay("text", world, batches, epochs=args.epochs, items=tokens, unit="tokens", columns=columns)
 
 
 def build(args: argparse.Namespace, world: samestep.World, train_set: corpus.ByteSequences) -> Training:
