@@ -12,8 +12,7 @@ from made_runs import OWN, T0, Made
 from samestep.errors import UsageError
 from samestep.reporting import content
 from samestep.reporting.analysis import analyse
-from samestep.reporting.packed import PackingReader
-from samestep.reporting.run_log import open_run
+from samestep.reporting.run_log import PackingReader, open_run
 from samestep.reporting.summary import as_json, lines, summary
 from samestep.reporting.timeline import course, curves, idle, moments, ranges
 

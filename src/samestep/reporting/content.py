@@ -46,7 +46,6 @@ Row = list[str]
 
 
 def charts(analysis: RunAnalysis) -> dict[str, Any]:
-    """Returns the data of the charts, as JSON can hold it."""
     text = {
         "moments": [_moment(each) for each in moments(analysis.table, analysis.logs)],
         "course": _course(course(analysis.table)),
@@ -173,7 +172,6 @@ def _end(log: RankLog) -> str:
 
 
 def shares(analysis: RunAnalysis) -> list[Row]:
-    """Returns what each rank had of the work."""
     if analysis.ledger is None:
         return []
     return [
@@ -196,7 +194,6 @@ WORK = {
 
 
 def ledger_words(analysis: RunAnalysis) -> str:
-    """Returns what the imbalance of the work is, and costs."""
     ledger = analysis.ledger
     if ledger is None:
         return "The script does not say what each rank had: samestep.shards does."
@@ -218,7 +215,6 @@ def ledger_words(analysis: RunAnalysis) -> str:
 
 
 def calls(analysis: RunAnalysis) -> list[Row]:
-    """Returns the script's own collectives."""
     part = analysis.account.part
     return [
         [
@@ -248,7 +244,6 @@ def saves(analysis: RunAnalysis) -> list[Row]:
 
 
 def findings(analysis: RunAnalysis) -> list[dict[str, Any]]:
-    """Returns what --check found, as texts."""
     keys = ("code", "severity", "rank", "step", "tensor", "factor", "where", "cause", "fix")
     return [{key: one.get(key) for key in keys} for one in analysis.run.findings[:MOST_ROWS]]
 
@@ -270,7 +265,6 @@ def machines(analysis: RunAnalysis) -> list[Row]:
 
 
 def facts(analysis: RunAnalysis) -> Iterator[tuple[str, str]]:
-    """Yields what is known of the run as a whole."""
     about = analysis.run.about
     yield "run directory", str(analysis.run.path)
     command = about.get("command")

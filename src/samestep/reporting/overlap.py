@@ -41,8 +41,6 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of the script's own."""
-
     operation: str  # such as "all_reduce"
     where: str  # "file:line"
     seconds: float  # of a step, the mean of the ranks

@@ -37,7 +37,6 @@ def check_library() -> None:
 
 
 def render_page(analysis: RunAnalysis, summary: Summary) -> str:
-    """Returns the page."""
     from jinja2 import Environment, StrictUndefined
     from plotly.offline import get_plotlyjs
 

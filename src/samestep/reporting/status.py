@@ -7,7 +7,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
@@ -43,8 +43,6 @@ _MOST_RANKS = 1 << 14  # rows of ranks that have written nothing; a changed file
 
 @dataclass(frozen=True)
 class RankStatus:
-    """A few words, and how grave they are."""
-
     text: str
     level: Level = ""
 
@@ -179,8 +177,8 @@ def _noted(log: RankLog) -> str:
 
 def last_sign(log: RankLog) -> float:
     """Returns when a rank was last known to be alive, by this host's clock."""
-    last = log.steps[-1] if log.steps else log.begin
-    return measured(last.get("t")) + measured(last.get("seconds")) - log.clock_offset if last else 0.0
+    heard = measured(last(log))
+    return heard - log.clock_offset if heard else 0.0
 
 
 def roughly(seconds: float) -> str:
@@ -196,7 +194,6 @@ def roughly(seconds: float) -> str:
 
 
 def run_status(run: Run, launcher: Said, now: float) -> RankStatus:
-    """Returns how the run stands as a whole."""
     if run.is_over:
         code = run.about.get("exit")
         if not run.about:
@@ -206,10 +203,15 @@ def run_status(run: Run, launcher: Said, now: float) -> RankStatus:
         return known or RankStatus(f"failed, exit code {escape_control(code)}", "bad")
     if launcher.hangs:
         return RankStatus("hangs", "bad")
-    quiet = now - max(filter(None, map(last_sign, run.ranks.values())), default=now)
-    if quiet > max([SILENT, *(_many_lines(log, recent_steps(log)) for log in run.ranks.values())]):
+    if quiet := _silence(run.ranks.values(), now):
         return RankStatus(f"running? silent for {roughly(quiet)}", "warn")
     return RankStatus("running", "good")
+
+
+def _silence(logs: Iterable[RankLog], now: float) -> float:
+    """Seconds since the last sign of any rank, where one would have come from a run that goes on; else 0."""
+    quiet = now - max(filter(None, map(last_sign, logs)), default=now)
+    return quiet if quiet > max([SILENT, *(_many_lines(log, recent_steps(log)) for log in logs)]) else 0.0
 
 
 def took(run: Run, now: float) -> float:
@@ -288,15 +290,12 @@ MOST_RANKS = 8  # that are started for a proof on one machine
 
 @dataclass(frozen=True)
 class CheckVerdict:
-    """What is known of it."""
-
     verdict: Literal["different", "agrees", "unchecked"]  # in a word
     sentence: str  # in one
     command: str  # that would say more
 
 
 def check_verdict(run: Run) -> CheckVerdict:
-    """Returns what is known."""
     command = verify_command(run.about)
     errors = [finding for finding in run.findings if finding.get("severity") == "error"]
     notes = len(run.findings) - len(errors)
@@ -332,15 +331,12 @@ def verify_command(about: Event) -> str:
 
 HANG = 124  # an exit code
 _MOST_LAST_SEEN = 64  # ranks of which it is told what they were at
-_QUIET, _LINES = 60.0, 5  # seconds without a line, and lines that would have fitted in: a run may be dead
 
 Word = Literal["running", "ended", "failed"]
 
 
 @dataclass(frozen=True)
 class State:
-    """In a word, and in sentences."""
-
     word: Word
     sentences: tuple[str, ...]
 
@@ -382,17 +378,9 @@ def program(about: Event) -> str:
 
 
 def _running(analysis: RunAnalysis, now: float) -> str:
-    heard = max((last(log) for log in analysis.logs), default=0.0)
-    quiet = now - heard
-    if heard and quiet > max(_QUIET, _LINES * _line(analysis)):
+    if quiet := _silence(analysis.logs, now):
         return f"It is still running, or was killed with its launcher: the last line is {format_duration(quiet)} old."
     return "It is still running: this is what it has written by now."
-
-
-def _line(analysis: RunAnalysis) -> float:
-    """Seconds that a line takes; beyond the 10,000th step it stands for several."""
-    table = analysis.table
-    return analysis.account.usual * int(table.counts[-1]) if len(table) else 0.0
 
 
 def _exit(about: Event) -> str:

@@ -68,7 +68,6 @@ class StepTable:
         return len(self.steps)
 
     def columns(self, chosen: slice | NDArray[Any]) -> StepTable:
-        """Returns the table of some columns."""
         return replace(self, steps=self.steps[chosen], counts=self.counts[chosen], spent=self.spent[:, chosen])
 
     @cached_property
@@ -232,8 +231,6 @@ class Straggler:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """How fast each rank is."""
-
     table: StepTable  # of the steps
 
     @cached_property

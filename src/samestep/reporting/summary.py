@@ -25,8 +25,6 @@ MUCH = 0.2  # of all training, for one step
 
 @dataclass(frozen=True)
 class Summary:
-    """What there is to say first."""
-
     header: str  # what was run, when, and on what
     state: State  # what became of the run
     same: CheckVerdict  # whether it was the same training
@@ -238,7 +236,6 @@ def clock(moment: float) -> str:
 
 
 def lines(found: Summary) -> list[str]:
-    """Returns the summary for a terminal."""
     parts = {
         "": [*filter(None, [found.header]), *found.state.sentences],
         "is it the same training?": (found.same.sentence,),

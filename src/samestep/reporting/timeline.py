@@ -41,8 +41,6 @@ class Lane:
 
 @dataclass(frozen=True)
 class Moment:
-    """A step."""
-
     step: int
     why: str  # it was chosen
     seconds: float  # of training in it, the mean of the ranks
@@ -134,8 +132,6 @@ class Box:
 
 @dataclass(frozen=True)
 class Gantt:
-    """A step."""
-
     step: int
     schedule: str
     stages: int
@@ -144,7 +140,6 @@ class Gantt:
 
     @property
     def seconds(self) -> float:
-        """From the first action's begin to the last one's end."""
         return max(box.end for box in self.boxes) - min(box.begin for box in self.boxes)
 
     @property
@@ -156,7 +151,6 @@ class Gantt:
 
     @property
     def micro_batches(self) -> int:
-        """How many the step was cut into."""
         return len({box.micro_batch for box in self.boxes})
 
 
@@ -270,7 +264,6 @@ class Course:
 
 
 def course(table: StepTable) -> Course:
-    """Returns the course of all steps but the first."""
     steady = table.steady
     edges = ranges(len(steady), STACKED)
     if len(edges) < 2 or not steady.ranks:

@@ -22,8 +22,7 @@ from itertools import islice
 from typing import Any
 
 from samestep.reporting.content import json_safe
-from samestep.reporting.packed import instant
-from samestep.reporting.run_log import Event, RankLog, Run, measured
+from samestep.reporting.run_log import Event, RankLog, Run, instant, measured
 from samestep.reporting.steps import WAITS, sound
 from samestep.reporting.timeline import began
 
@@ -84,8 +83,6 @@ def _events(run: Run, logs: Sequence[RankLog], zero: float) -> Iterator[_FIELDS]
 
 
 class _Rank:
-    """One rank's events."""
-
     def __init__(self, log: RankLog, zero: float) -> None:
         self._log, self._zero = log, zero
         self._lanes: list[float] = []  # until when each thread of buckets is taken

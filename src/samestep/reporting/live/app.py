@@ -22,8 +22,6 @@ CALM = 2.0  # at one that is over: somebody may start it again
 
 @dataclass
 class WatchApp:
-    """A run on a console."""
-
     run: Run  # is read again and again
     console: Console  # where it is shown
     choice: ViewState  # what is shown of it
@@ -45,14 +43,12 @@ class WatchApp:
         return Scene(self.run, self.choice, self._now, self.trouble)
 
     def output(self, scene: Scene) -> list[str]:
-        """The last lines of the chosen rank's output."""
         path = scene.output()
         if self._tail is None or self._tail.path != path:
             self._tail = Tail(path)
         return self._tail.read()
 
     def once(self) -> None:
-        """Prints all that there is, and is done."""
         scene = self.scene
         with self.console.capture() as page:  # rich would end the process where nobody reads
             for line in snapshot(scene, self.output(scene), self.console.width, self.marks):
@@ -80,7 +76,7 @@ class WatchApp:
         if not key:
             self._size = (0, 0)  # draws every line again
             return True
-        return self.choice.press(key, self.scene.seen)
+        return self.choice.press(key, self.scene)
 
     def _refresh(self) -> None:
         try:

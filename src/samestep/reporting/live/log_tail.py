@@ -55,7 +55,6 @@ class LatestReader(Reader):
     """Reads a file's beginning and its end, and then what is appended; of many steps only the last, and in short."""
 
     def events(self) -> Iterator[Event]:
-        """Yields the latest of what has been written since the last call."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,21 +32,8 @@ KEYS = (
 )
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What is on the screen when a key is pressed: whose, and what there is besides."""
-
-    rank: int
-    panel: Panel
-    ranks: Sequence[int]
-    attempts: Sequence[int]
-    troubled: Callable[[], Sequence[int]]
-
-
 @dataclass
 class ViewState:
-    """What somebody has chosen."""
-
     rank: int | None = None  # whose output is shown; None leaves it to the run
     panel: Panel | None = None  # which of it, or what has happened instead; None likewise
     attempt: int | None = None  # of the run; None follows the latest
@@ -54,12 +41,11 @@ class ViewState:
     is_help: bool = False  # the keys are explained
 
     def shown_attempt(self, run: Run) -> int:
-        """Returns the attempt that is seen."""
         latest = max(run.attempts, default=0)
         return latest if self.attempt is None or self.attempt not in run.attempts else self.attempt
 
-    def press(self, key: str, seen: Seen) -> bool:
-        """Obeys a key; returns whether to go on."""
+    def press(self, key: str, seen: Scene) -> bool:
+        """Obeys a key that is pressed at this sight of the run; returns whether to go on."""
         if self.is_help:
             self.is_help = False  # whatever the key
         elif key in {"tab", "o", "e", "f"}:
@@ -73,7 +59,7 @@ class ViewState:
         elif key == "q":
             return False
         elif key == "n":
-            self._next_of(seen.troubled(), seen.rank)
+            self._next_of(seen.troubled, seen.rank)
         elif seen.ranks:
             self._move(key, seen.ranks, seen.rank)
         return True
@@ -111,8 +97,6 @@ class ViewState:
 
 @dataclass(frozen=True)
 class Row:
-    """A rank."""
-
     rank: int
     host: str
     step: int
@@ -140,22 +124,18 @@ class Scene:
 
     @cached_property
     def attempt(self) -> int:
-        """Which attempt is seen."""
         return self.choice.shown_attempt(self.run)
 
     @cached_property
     def attempts(self) -> list[int]:
-        """Those that there are."""
         return self.run.attempts
 
     @cached_property
     def logs(self) -> dict[int, RankLog]:
-        """What the ranks of the attempt have written."""
         return {log.rank: log for log in self.run.attempt(self.attempt)}
 
     @cached_property
     def ranks(self) -> list[int]:
-        """All ranks of the attempt."""
         return status.ranks_of(self.run, self.attempt)
 
     @cached_property
@@ -172,19 +152,12 @@ class Scene:
         failed = status.blamed(self.run) == self.rank and self.is_over
         return self.choice.panel or ("err" if failed else "out")
 
-    @property
-    def seen(self) -> Seen:
-        """What keys go by."""
-        return Seen(self.rank, self.panel, self.ranks, self.attempts, lambda: self.troubled)
-
     @cached_property
     def launcher_state(self) -> status.Said:
-        """What the launcher has said of it."""
         return status.said(self.run, self.attempt)
 
     @cached_property
     def is_over(self) -> bool:
-        """Whether the attempt is."""
         return self.run.is_over or self.attempt != max(self.attempts, default=self.attempt)
 
     @cached_property
@@ -193,7 +166,6 @@ class Scene:
         return {rank: recent_steps(log) for rank, log in self.logs.items()}
 
     def row(self, rank: int) -> Row:
-        """Returns what is seen of a rank."""
         log, its = self.logs.get(rank), self.paces.get(rank, RecentSteps())
         at = status.rank_status(log, its, self.launcher_state, self.now, is_over=self.is_over)
         blamed = status.blamed(self.run)
@@ -212,7 +184,6 @@ class Scene:
 
     @cached_property
     def state(self) -> RankStatus:
-        """How the run stands."""
         return status.run_status(self.run, self.launcher_state, self.now)
 
     @cached_property
@@ -222,12 +193,10 @@ class Scene:
 
     @property
     def took(self) -> float:
-        """Seconds that the run has been going, or went."""
         return status.took(self.run, self.now)
 
     @cached_property
     def happenings(self) -> list[Happening]:
-        """What has happened to it."""
         return status.happenings(self.run)
 
     @cached_property
@@ -250,7 +219,6 @@ class Scene:
 
     @property
     def figures(self) -> list[str]:
-        """How far it is, and how fast."""
         step = max((log.step for log in self.logs.values()), default=0)
         words = [f"step {escape_control(f'{step:,}')}"]
         if self.seconds:
@@ -272,7 +240,6 @@ class Scene:
         return [Value(escape_control(name), _number(all_[-1]), all_) for name, all_ in by_name.items()]
 
     def output(self) -> Path:
-        """Returns the file of what the chosen rank has printed."""
         stream = "err" if self.panel == "err" else "out"
         log = self.logs.get(self.rank)
         if log is None:

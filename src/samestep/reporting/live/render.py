@@ -36,8 +36,6 @@ from samestep.text import escape_control, format_duration, format_elapsed
 
 
 class Mark(NamedTuple):
-    """How a phase is shown."""
-
     symbol: str
     ink: str
     ground: str
@@ -185,8 +183,6 @@ def snapshot(scene: Scene, output: Sequence[str], width: int, marks: Marks) -> l
 
 
 class Picture:
-    """Draws a scene `width` cells wide."""
-
     def __init__(self, scene: Scene, marks: Marks, width: int, *, is_live: bool = True) -> None:
         self.scene, self.marks, self.width, self.is_live = scene, marks, max(20, width), is_live
         self.at_width = min(44, max(16, self.width * 28 // 100))
@@ -194,7 +190,6 @@ class Picture:
         self.host_width = min(20, max(map(len, hosts), default=0)) if len(hosts) > 1 and self.width >= 110 else 0
 
     def screen(self, output: Sequence[str], height: int) -> list[Text]:
-        """Returns the lines of a screen."""
         if self.scene.choice.is_help:
             return self._padded([*self._keys()], height)
         top = list(self._top())
@@ -209,7 +204,6 @@ class Picture:
         return self._padded(lines, height)
 
     def whole(self, output: Sequence[str]) -> list[Text]:
-        """Returns the lines of a page of any length."""
         ranks = len(self.scene.ranks)
         lines = [*self._top(), *self._ranks(Layout(max(1, ranks), 0, 0))]
         if self.scene.happenings:
