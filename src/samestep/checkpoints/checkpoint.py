@@ -457,7 +457,6 @@ class _MissingCommitCheck:
         self._stepped = True
 
     def begin_epoch(self, step: int) -> None:
-        """An epoch begins, after so many committed steps."""
         self._began, self._stepped = step, False
 
     def end_epoch(self, step: int) -> None:

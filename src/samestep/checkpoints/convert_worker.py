@@ -125,7 +125,6 @@ def _ours(content: Mapping[str, Any]) -> tuple[Manifest, dict[str, Any]]:
 
 
 def read_file(path: Path) -> Any:
-    """Returns what `torch.save` wrote."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (KeyError, IndexError, EOFError) as error:  # from an unpickler that met what is no pickle
@@ -133,7 +132,6 @@ def read_file(path: Path) -> Any:
 
 
 def read_directory(path: Path) -> dict[str, Any]:
-    """Returns what torch.distributed.checkpoint wrote."""
     content: dict[str, Any] = {}
     reader = _Reader(path)
     reader.read_metadata()  # what it refuses would below be told as "metadata is None"

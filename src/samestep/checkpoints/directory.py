@@ -198,7 +198,6 @@ def complete(path: Path) -> list[str]:
 
 
 def is_complete(name: str) -> bool:
-    """Returns whether a folder of this name is a complete checkpoint."""
     return _COMPLETE.fullmatch(name) is not None
 
 
@@ -228,7 +227,6 @@ def os_error_text(error: OSError) -> str:
 
 
 def new_run_id() -> str:
-    """Returns an id that no other run has."""
     return secrets.token_hex(8)
 
 

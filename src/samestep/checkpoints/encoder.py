@@ -128,7 +128,6 @@ def pack(value: Any, where: str) -> tuple[Any, bytes]:
 
 
 def unpack(tree: Any, data: bytes) -> Any:
-    """Returns what :func:`pack` was given."""
     return decode(tree, from_bytes(data))
 
 

@@ -89,7 +89,6 @@ def values_of(described: dict[str, Any]) -> int:
 
 
 def bytes_of(described: dict[str, Any]) -> int:
-    """Returns how many bytes it takes."""
     return ITEM_BYTES[described["dtype"]] * values_of(described)
 
 

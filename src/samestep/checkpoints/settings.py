@@ -66,7 +66,6 @@ def command_line(words: Sequence[str]) -> list[str]:
 
 
 def this_command() -> list[str]:
-    """Returns the command line of this process, secrets masked."""
     return command_line(getattr(sys, "argv", []))  # an embedded interpreter may have none
 
 

@@ -34,11 +34,9 @@ _MOST_NAMES = 4  # differences of a kind that are named one by one
 class Stateful(Protocol):
     """What a checkpoint can hold."""
 
-    def state_dict(self) -> Any:
-        """Returns the state."""
+    def state_dict(self) -> Any: ...
 
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Takes the state over."""
+    def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
 def check_names(named: dict[str, Any]) -> None:
