@@ -25,6 +25,7 @@ from typing import Any, overload
 from samestep.errors import UsageError
 from samestep.events import NON_TRAINING, PHASES, Reader
 from samestep.paths import RunDirectory, rank_file
+from samestep.text import escape_control, escape_lines
 
 Event = dict[str, Any]
 _MOST = 1e12  # seconds, steps or bytes; more is no measurement
@@ -222,6 +223,21 @@ def instant(moment: float) -> float:
     (1.5, 0.0, 100000000000.0)
     """
     return float(min(moment, _LAST)) if moment > 0 else 0.0
+
+
+def json_safe(value: Any) -> Any:
+    r"""Returns data without what JSON does not know: numbers that are none are null; and texts that nothing obeys.
+
+    >>> json_safe({"a": [1.5, float("nan"), "b\x00"]})
+    {'a': [1.5, None, 'b\\x00']}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value if value.isprintable() else escape_lines(value)
+    if isinstance(value, Mapping):
+        return {escape_control(key): json_safe(each) for key, each in value.items()}
+    return [json_safe(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def number_of(value: float | str) -> float:

@@ -68,10 +68,7 @@ class Happening:
     @property
     def clock(self) -> str:
         """When it was, by the clock on the wall; blank where nobody knows."""
-        try:
-            return " " * 8 if self.at is None else time.strftime("%H:%M:%S", time.localtime(self.at))
-        except (OverflowError, ValueError, OSError):
-            return " " * 8
+        return " " * 8 if self.at is None else time.strftime("%H:%M:%S", time.localtime(self.at))
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from samestep.reporting.content import json_safe
-from samestep.reporting.run_log import Event, RankLog, Run, instant, measured
+from samestep.reporting.run_log import Event, RankLog, Run, instant, json_safe, measured
 from samestep.reporting.steps import WAITS, sound
 from samestep.reporting.timeline import began
 
