@@ -181,7 +181,7 @@ def test_work_that_the_times_do_not_follow_costs_nothing(tmp_path):
 def test_the_exchange_is_hidden_as_far_as_it_passes_beside_the_backward(tmp_path):
     overlap = analysis_of(Made(tmp_path, buckets=2, transfer=5_000)).overlap
     # Two buckets, each 4 ms on its way from 10 us behind its last gradient; the backward ends when the second is full.
-    assert overlap.travelling == pytest.approx(8_000)
+    assert overlap.in_flight == pytest.approx(8_000)
     assert overlap.hidden == pytest.approx(3_990)
 
 

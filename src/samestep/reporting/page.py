@@ -34,7 +34,7 @@ from samestep.reporting.timeline import (
     Course,
     Curve,
     Gantt,
-    Moment,
+    StepTimeline,
     course,
     curves,
     ends,
@@ -177,7 +177,7 @@ def _undrawn(analysis: RunAnalysis) -> int:
     return max(0, len({name for log in analysis.logs for line in log.values for name in line["values"]}) - MOST_CURVES)
 
 
-def _moment(moment: Moment) -> dict[str, Any]:
+def _moment(moment: StepTimeline) -> dict[str, Any]:
     lanes = [[lane.rank, lane.spans, lane.buckets, lane.more] for lane in moment.lanes]
     return {"step": moment.step, "why": moment.why, "seconds": moment.seconds, "lanes": lanes}
 
@@ -341,7 +341,10 @@ def _findings(analysis: RunAnalysis) -> list[dict[str, Any]]:
 
 def _said(analysis: RunAnalysis) -> list[Row]:
     """Returns what the launcher had to say: when, the attempt, what of, its text."""
-    return [[clock(one["t"]), str(one["attempt"]), one["kind"], one["text"]] for one in analysis.run.said[-MOST_ROWS:]]
+    return [
+        [clock(one["t"]), str(one["attempt"]), one["kind"], one["text"]]
+        for one in analysis.run.launcher_events[-MOST_ROWS:]
+    ]
 
 
 def _machines(analysis: RunAnalysis) -> list[Row]:

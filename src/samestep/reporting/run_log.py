@@ -93,7 +93,7 @@ class Run:
     path: Path
     about: Event = field(default_factory=dict)  # its run.json, {} where there is none
     ranks: dict[tuple[int, int], RankLog] = field(default_factory=dict)
-    said: list[Event] = field(default_factory=list)  # the launcher's events
+    launcher_events: list[Event] = field(default_factory=list)  # the launcher's events
     findings: list[Event] = field(default_factory=list)  # those of --check, as `samestep verify --json` has them
     checked: Event | None = None
     reader: type[Reader] = field(default=Reader, repr=False)
@@ -109,7 +109,7 @@ class Run:
         if self._launcher is None:
             self._launcher = Reader(directory.events)
         new = list(self._launcher.events())
-        self.said += new
+        self.launcher_events += new
         for file in sorted(self.path.glob("[0-9]*/*/**/rank*.events.jsonl")):
             self._open(file)
         count = len(new) + sum(log.take() for log in self.ranks.values())

@@ -56,7 +56,7 @@ ENDED = {0: RankStatus("finished", "good"), PREEMPTED: RankStatus("preempted, an
 
 
 @dataclass(frozen=True)
-class Happening:
+class RunEvent:
     """Something that happened to the run: when, of what kind, and in how many lines it may be told."""
 
     kind: str
@@ -72,7 +72,7 @@ class Happening:
 
 
 @dataclass(frozen=True)
-class Said:
+class LauncherState:
     """What the launcher's events come to by now."""
 
     slow: frozenset[int] = frozenset()
@@ -80,12 +80,12 @@ class Said:
     hangs: bool = False
 
 
-def said(run: Run, attempt: int) -> Said:
+def launcher_state(run: Run, attempt: int) -> LauncherState:
     """Returns what the launcher has said of an attempt, as far as it still holds."""
     slow: set[int] = set()
     missing: frozenset[int] = frozenset()
     hangs = False
-    for event in run.said:
+    for event in run.launcher_events:
         if event["attempt"] != attempt:
             continue
         if event["kind"] == "straggler":
@@ -95,7 +95,7 @@ def said(run: Run, attempt: int) -> Said:
         elif event["kind"] in {"hang", "moves"}:
             hangs = event["kind"] == "hang"
             missing = frozenset(event["ranks"] if hangs else ())
-    return Said(frozenset(slow), missing, hangs)
+    return LauncherState(frozenset(slow), missing, hangs)
 
 
 def ranks_of(run: Run, attempt: int) -> list[int]:
@@ -109,7 +109,9 @@ def ranks_of(run: Run, attempt: int) -> list[int]:
 # --- a rank -----------------------------------------------------------------------------------------
 
 
-def rank_status(log: RankLog | None, pace: RecentSteps, launcher: Said, now: float, *, is_over: bool) -> RankStatus:
+def rank_status(
+    log: RankLog | None, pace: RecentSteps, launcher: LauncherState, now: float, *, is_over: bool
+) -> RankStatus:
     """Returns what a rank is at; `is_over` says that its attempt is."""
     if log is None:
         return RankStatus("has not begun" if not is_over else "did not begin", "dim")
@@ -119,7 +121,7 @@ def rank_status(log: RankLog | None, pace: RecentSteps, launcher: Said, now: flo
         return RankStatus("was ended", "warn")
     at = _at(log, pace, now)
     if log.rank in launcher.missing:
-        return RankStatus(f"stuck for {roughly(now - last_sign(log))}", "bad")
+        return RankStatus(f"stuck for {short_duration(now - last_sign(log))}", "bad")
     if log.rank in launcher.slow:
         return RankStatus(f"slow{at and ': '}{at}", "warn")
     return RankStatus(at, "warn" if launcher.hangs else "")
@@ -140,9 +142,9 @@ def _at(log: RankLog, pace: RecentSteps, now: float) -> str:
     since = last_sign(log)
     quiet = max(0.0, now - since) if since else 0.0
     if not log.steps:
-        return f"no step yet, {roughly(quiet)}" if quiet > QUIET else "no step yet"
+        return f"no step yet, {short_duration(quiet)}" if quiet > QUIET else "no step yet"
     if quiet > max(QUIET, _many_lines(log, pace)):
-        return f"no step for {roughly(quiet)}"
+        return f"no step for {short_duration(quiet)}"
     outside_training = [name for name in ("evaluate", "save", "load") if pace.spent.get(name)]
     return {"evaluate": "evaluated", "save": "saved", "load": "loaded"}[outside_training[0]] if outside_training else ""
 
@@ -158,7 +160,7 @@ def _long_call(log: RankLog, now: float) -> str:
         return ""
     name = log.at["operation"] or DOING.get(log.at["phase"], log.at["phase"])
     where = f" at {log.at['site']}" if log.at["site"] else ""
-    return escape_control(f"{name} for {roughly(now - log.at['t'] + log.clock_offset)}{where}")
+    return escape_control(f"{name} for {short_duration(now - log.at['t'] + log.clock_offset)}{where}")
 
 
 def _noted(log: RankLog) -> str:
@@ -178,10 +180,10 @@ def last_sign(log: RankLog) -> float:
     return heard - log.clock_offset if heard else 0.0
 
 
-def roughly(seconds: float) -> str:
+def short_duration(seconds: float) -> str:
     """Returns a time in its largest unit: there is little room.
 
-    >>> roughly(59.9), roughly(179), roughly(7300)
+    >>> short_duration(59.9), short_duration(179), short_duration(7300)
     ('59 s', '2 min', '2 h')
     """
     return " ".join(format_elapsed(max(0.0, seconds)).split()[:2])
@@ -190,7 +192,7 @@ def roughly(seconds: float) -> str:
 # --- the run ------------------------------------------------------------------------------------------
 
 
-def run_status(run: Run, launcher: Said, now: float) -> RankStatus:
+def run_status(run: Run, launcher: LauncherState, now: float) -> RankStatus:
     if run.is_over:
         code = run.about.get("exit")
         if not run.about:
@@ -201,7 +203,7 @@ def run_status(run: Run, launcher: Said, now: float) -> RankStatus:
     if launcher.hangs:
         return RankStatus("hangs", "bad")
     if quiet := _silence(run.ranks.values(), now):
-        return RankStatus(f"running? silent for {roughly(quiet)}", "warn")
+        return RankStatus(f"running? silent for {short_duration(quiet)}", "warn")
     return RankStatus("running", "good")
 
 
@@ -240,24 +242,24 @@ def failure(run: Run) -> str:
     return f"rank {_text(found.get('rank'))} on {_text(found.get('host'))}: {what or 'failed'}{where}"
 
 
-def happenings(run: Run) -> list[Happening]:
+def run_events(run: Run) -> list[RunEvent]:
     """Returns what has happened, in its order; what has no time comes last."""
     timed = [*_from_launcher(run), *_saved(run)]
     timed.sort(key=lambda each: each.at or 0.0)
-    problems = [Happening("note", escape_control(problem), "warn") for problem in run.problems]
+    problems = [RunEvent("note", escape_control(problem), "warn") for problem in run.problems]
     return [*timed, *map(_finding, run.findings), *problems]
 
 
-def _from_launcher(run: Run) -> Iterator[Happening]:
+def _from_launcher(run: Run) -> Iterator[RunEvent]:
     levels: dict[str, Level] = {"hang": "bad", "restart": "bad", "straggler": "warn", "network": "warn"}
     levels |= {"moves": "good", "keeps-up": "good"}
-    for event in run.said:
+    for event in run.launcher_events:
         if event["kind"] in levels:
             kind, text = event["kind"], escape_lines(event["text"])
-            yield Happening(kind, text, levels[kind], measured(event["t"]), tuple(event["ranks"]))
+            yield RunEvent(kind, text, levels[kind], measured(event["t"]), tuple(event["ranks"]))
 
 
-def _saved(run: Run) -> Iterator[Happening]:
+def _saved(run: Run) -> Iterator[RunEvent]:
     """Yields the last checkpoint: all of them would leave no room."""
     saves = [event for log in run.ranks.values() for event in log.checkpoints]
     if saves:
@@ -265,17 +267,17 @@ def _saved(run: Run) -> Iterator[Happening]:
         reason = f", {escape_control(last['reason'])}" if last["reason"] else ""
         size = format_bytes(measured(last["bytes"]))
         text = f"step {last['step']:,}, {size}{reason}: {escape_control(last['path'])}"
-        yield Happening("saved", text, "dim", measured(last["t"]))
+        yield RunEvent("saved", text, "dim", measured(last["t"]))
 
 
-def _finding(found: Event) -> Happening:
+def _finding(found: Event) -> RunEvent:
     level: Level = "bad" if found.get("severity") == "error" else "dim"
     place = "".join(f", {key} {_text(found[key])}" for key in ("rank", "step") if found.get(key) is not None)
     where = f" at {_text(found['where'])}" if found.get("where") else ""
     text = f"{_text(found.get('code'))}{place}{where}: {_text(found.get('cause'))}"
     fix = f"\n{escape_lines(found['fix'])}" if found.get("fix") else ""
     rank = found.get("rank")
-    return Happening("finding", text + fix, level, ranks=(rank,) if isinstance(rank, int) else ())
+    return RunEvent("finding", text + fix, level, ranks=(rank,) if isinstance(rank, int) else ())
 
 
 def _text(value: Any) -> str:
@@ -395,7 +397,11 @@ def _exit(about: Event) -> str:
 
 def _hangs(analysis: RunAnalysis) -> Iterator[str]:
     """What the launcher has said of hangs: of those that ended the run the failure tells."""
-    said = [one for one in analysis.run.said if one["kind"] in {"hang", "moves"} and one["attempt"] == analysis.number]
+    said = [
+        one
+        for one in analysis.run.launcher_events
+        if one["kind"] in {"hang", "moves"} and one["attempt"] == analysis.number
+    ]
     for one, after in zip_longest(said, said[1:]):
         if one["kind"] == "hang" and analysis.run.about.get("exit") != HANG:
             first = escape_control(str(one["text"]).partition("\n")[0])

@@ -50,7 +50,7 @@ class StepTable:
     @classmethod
     def of(cls, logs: Sequence[RankLog]) -> StepTable:
         """Returns the table of the ranks of an attempt; a rank that has less than half of the steps is left out."""
-        lines = {log.rank: sound(log.steps) for log in logs}
+        lines = {log.rank: valid_steps(log.steps) for log in logs}
         taken = {rank: sum(line["steps"] for line in each.values()) for rank, each in lines.items()}
         most = max(taken.values(), default=0)
         full = {rank: each for rank, each in lines.items() if each and 2 * taken[rank] >= most}
@@ -121,7 +121,7 @@ class StepTable:
         return mean
 
 
-def sound(lines: Sequence[Event]) -> dict[int, Event]:
+def valid_steps(lines: Sequence[Event]) -> dict[int, Event]:
     """Returns lines that stand for steps, by the last of these; of two of one step the later counts."""
     return {line["step"]: line for line in lines if 0 < line["step"] < _LATEST and 0 < line["steps"] < _LATEST}
 
@@ -142,7 +142,7 @@ class TimeBreakdown:
     first: float  # the first step
     outside_training: dict[str, float]  # "evaluate", "save" and "load", where there were any
     step: float  # a step after the first, in the mean
-    usual: float  # likewise, the median
+    median: float  # likewise
     slowest: float  # likewise, the longest
     slowest_step: int  # which that is
     phases: dict[str, float]  # a step after the first, by phase
@@ -180,7 +180,7 @@ def account(table: StepTable, logs: Sequence[RankLog], ended: float | None = Non
         first=float(table.trained[:, 0].mean()) if len(table) else 0.0,
         outside_training=_outside_training(logs),
         step=steady.mean(steady.trained),
-        usual=_median(trained, steady),
+        median=_median(trained, steady),
         slowest=float(trained.max()),
         slowest_step=int(steady.steps[trained.argmax()]) if len(steady) else 0,
         phases={name: found for name in TRAINING if (found := steady.mean(steady.of_phases(name)))},

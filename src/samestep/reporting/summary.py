@@ -67,7 +67,7 @@ def as_json(analysis: RunAnalysis, found: Summary) -> dict[str, Any]:
         },
         "step": {
             "mean": account.step,
-            "median": account.usual,
+            "median": account.median,
             "slowest": {"step": account.slowest_step, "seconds": account.slowest},
             "phases": account.phases,
         },
@@ -77,7 +77,7 @@ def as_json(analysis: RunAnalysis, found: Summary) -> dict[str, Any]:
         "values": values(analysis),
         "advice": [vars(each) for each in found.advice],
         "findings": analysis.run.findings,
-        "launcher": analysis.run.said,
+        "launcher": analysis.run.launcher_events,
         "checkpoints": checkpoints(analysis),
         "problems": analysis.run.problems,
         "sentences": {
@@ -163,7 +163,7 @@ def _time(analysis: RunAnalysis) -> Iterator[str]:
     yield _step(analysis)
     if analysis.size > 1 and account.waits:
         yield _waits(analysis)
-    beyond = account.first - account.usual
+    beyond = account.first - account.median
     if len(analysis.table) > 1 and beyond > 0:
         yield (
             f"The first step took {format_duration(account.first)}, {format_duration(beyond)} more than a usual one "
@@ -194,7 +194,7 @@ def _step(analysis: RunAnalysis) -> str:
     slowest = f"; the slowest, step {account.slowest_step:,}, {format_duration(account.slowest)}"
     alone = account.slowest / account.training if account.training else 0.0
     slowest += f", {format_percent(alone)} of all training" if alone > MUCH and analysis.steps > 1 / MUCH else ""
-    return f"A step takes {format_duration(account.step)} (median {format_duration(account.usual)}{slowest}): {text}."
+    return f"A step takes {format_duration(account.step)} (median {format_duration(account.median)}{slowest}): {text}."
 
 
 def _waits(analysis: RunAnalysis) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from samestep.reporting.run_log import Event, RankLog, measured, number_of
-from samestep.reporting.steps import TRAINING, Floats, Ints, StepTable, sound
+from samestep.reporting.steps import TRAINING, Floats, Ints, StepTable, valid_steps
 
 SLOWEST, BETWEEN = 5, 11  # how many of them
 MOST_RANKS = 64  # that are drawn
@@ -25,7 +25,7 @@ MOST_BUCKETS = 64  # of a rank
 
 
 @dataclass(frozen=True)
-class Lane:
+class RankTimeline:
     """A rank in a step; times are microseconds from the begin of the rank that began first.
 
     Attributes:
@@ -40,21 +40,21 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepTimeline:
     step: int
     why: str  # it was chosen
     seconds: float  # of training in it, the mean of the ranks
-    lanes: list[Lane]  # by rank
+    lanes: list[RankTimeline]  # by rank
 
 
-def moments(table: StepTable, logs: Sequence[RankLog]) -> list[Moment]:
+def moments(table: StepTable, logs: Sequence[RankLog]) -> list[StepTimeline]:
     """Returns the chosen steps in their order; fewer where there are fewer."""
     if not len(table):
         return []
     drawn = _drawn(table, logs)
-    lines = {log.rank: sound(log.steps) for log in drawn}
+    lines = {log.rank: valid_steps(log.steps) for log in drawn}
     return [
-        Moment(
+        StepTimeline(
             step=int(table.steps[column]),
             why=why,
             seconds=float(table.trained[:, column].mean()),
@@ -87,7 +87,7 @@ def _drawn(table: StepTable, logs: Sequence[RankLog]) -> list[RankLog]:
     return sorted(some, key=lambda log: log.rank)
 
 
-def _lanes(step: int, logs: Sequence[RankLog], lines: dict[int, dict[int, Event]]) -> Iterator[Lane]:
+def _lanes(step: int, logs: Sequence[RankLog], lines: dict[int, dict[int, Event]]) -> Iterator[RankTimeline]:
     begins = {log.rank: began(lines[log.rank][step]) - log.clock_offset for log in logs}
     zero = min(begins.values())
     for log in logs:
@@ -96,7 +96,9 @@ def _lanes(step: int, logs: Sequence[RankLog], lines: dict[int, dict[int, Event]
             (str(name), round(measured(begin) + shift, 1), measured(length), " at ".join(map(str, call[:2])))
             for name, begin, length, *call in line["spans"]
         ]
-        yield Lane(log.rank, spans, [_bucket(each, shift) for each in line["buckets"][:MOST_BUCKETS]], line["more"])
+        yield RankTimeline(
+            log.rank, spans, [_bucket(each, shift) for each in line["buckets"][:MOST_BUCKETS]], line["more"]
+        )
 
 
 def _bucket(bucket: Sequence[float | None], shift: float) -> tuple[int, int, float | None, float | None, float | None]:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.reporting.run_log import Event, RankLog, measured
-from samestep.reporting.steps import Floats, StepTable, sound
+from samestep.reporting.steps import Floats, StepTable, valid_steps
 
 FOLLOWS = 0.5  # of the variance of the times is explained by the work
 FEWEST = 10  # steps of which that can be said
@@ -106,7 +106,7 @@ def _uneven(work: Floats, table: StepTable) -> tuple[float, float | None, float]
 
 
 def _lines(log: RankLog) -> dict[int, Event]:
-    return {step: line["work"] for step, line in sound(log.steps).items() if line["work"]}
+    return {step: line["work"] for step, line in valid_steps(log.steps).items() if line["work"]}
 
 
 def _share(rank: int, lines: Sequence[Event]) -> Share:

@@ -38,17 +38,17 @@ def open_latest(path: Path) -> Run:
         UsageError: as :func:`samestep.reporting.run_log.open_run`.
     """
     run = open_run(path, LatestReader)
-    forget(run)
+    trim(run)
     return run
 
 
-def forget(run: Run) -> None:
+def trim(run: Run) -> None:
     """Drops what a live view shows no more."""
     for log in run.ranks.values():
         for events in (log.values, log.checkpoints, log.pipelines):
             del events[:-KEPT]
         del log.steps[: -2 * LOOK]
-    del run.said[:-KEPT]
+    del run.launcher_events[:-KEPT]
 
 
 class LatestReader(Reader):
@@ -87,7 +87,7 @@ class LatestReader(Reader):
 
 
 @dataclass
-class Tail:
+class LogTail:
     """The last lines of a file that may still be written; reads it only when it has changed."""
 
     path: Path

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from samestep.paths import rank_file
 from samestep.reporting import status
 from samestep.reporting.run_log import Event, RankLog, RecentSteps, Run, measured, median_step, recent_steps
-from samestep.reporting.status import Happening, RankStatus
+from samestep.reporting.status import RankStatus, RunEvent
 from samestep.text import escape_control, format_duration, format_number, plural
 
 Panel = Literal["out", "err", "events"]
@@ -44,24 +44,24 @@ class ViewState:
         latest = max(run.attempts, default=0)
         return latest if self.attempt is None or self.attempt not in run.attempts else self.attempt
 
-    def press(self, key: str, seen: Scene) -> bool:
+    def handle_key(self, key: str, model: WatchModel) -> bool:
         """Obeys a key that is pressed at this sight of the run; returns whether to go on."""
         if self.is_help:
             self.is_help = False  # whatever the key
         elif key in {"tab", "o", "e", "f"}:
-            self._show(key, seen.panel)
+            self._show(key, model.panel)
         elif key == " ":
             self.is_paused = not self.is_paused
         elif key == "a":
-            self._other_attempt(seen.attempts)
+            self._other_attempt(model.attempts)
         elif key in {"?", "h"}:
             self.is_help = True
         elif key == "q":
             return False
         elif key == "n":
-            self._next_of(seen.troubled, seen.rank)
-        elif seen.ranks:
-            self._move(key, seen.ranks, seen.rank)
+            self._next_of(model.problem_ranks, model.rank)
+        elif model.ranks:
+            self._move(key, model.ranks, model.rank)
         return True
 
     def _show(self, key: str, panel: Panel) -> None:
@@ -114,7 +114,7 @@ class Value:
 
 
 @dataclass
-class Scene:
+class WatchModel:
     """A run, as somebody looks at it who has chosen what to see."""
 
     run: Run
@@ -153,8 +153,8 @@ class Scene:
         return self.choice.panel or ("err" if failed else "out")
 
     @cached_property
-    def launcher_state(self) -> status.Said:
-        return status.said(self.run, self.attempt)
+    def launcher_state(self) -> status.LauncherState:
+        return status.launcher_state(self.run, self.attempt)
 
     @cached_property
     def is_over(self) -> bool:
@@ -178,7 +178,7 @@ class Scene:
         return Row(rank, host, 0 if log is None else log.step, its, at)
 
     @cached_property
-    def troubled(self) -> list[int]:
+    def problem_ranks(self) -> list[int]:
         """The ranks that somebody who looks for trouble should see."""
         return [rank for rank in self.ranks if self.row(rank).at.is_remarkable]
 
@@ -196,8 +196,8 @@ class Scene:
         return status.took(self.run, self.now)
 
     @cached_property
-    def happenings(self) -> list[Happening]:
-        return status.happenings(self.run)
+    def run_events(self) -> list[RunEvent]:
+        return status.run_events(self.run)
 
     @cached_property
     def seconds(self) -> float:
