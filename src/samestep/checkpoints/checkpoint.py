@@ -35,7 +35,7 @@ from samestep.checkpoints.directory import RetentionPolicy, latest_message
 from samestep.checkpoints.encoder import Encoder
 from samestep.checkpoints.extra_state import EXTRAS
 from samestep.checkpoints.interval import SaveInterval, SaveTimer, parse_interval
-from samestep.checkpoints.manifest import SCHEMA, Manifest
+from samestep.checkpoints.manifest import SCHEMA, Manifest, decode
 from samestep.checkpoints.pipeline_state import PipelineState
 from samestep.checkpoints.settings import Resume, differences, effective, settings_of, this_command
 from samestep.checkpoints.sharded_save import LocalShards
@@ -52,7 +52,6 @@ from samestep.checkpoints.state import (
     take_own,
 )
 from samestep.checkpoints.store import CheckpointStore
-from samestep.checkpoints.tree import decode
 from samestep.checkpoints.writer import THREAD, SaveResult
 from samestep.errors import CheckpointError, Preempted, UsageError
 from samestep.launch.rank.user_code import warn

@@ -72,11 +72,7 @@ class RetentionPolicy:
 
 
 class CheckpointDirectory:
-    """A directory of checkpoints, owned by this process until :meth:`close`.
-
-    Raises:
-        CheckpointError: the directory cannot be used, or another live run owns it.
-    """
+    """A directory of checkpoints, owned by this process until :meth:`close`; refused where another live run owns it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -218,6 +214,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def write_synced(path: Path, text: str) -> None:
+    """Writes a new file that only this user may read, and that survives a power failure if its name does."""
+    with open_private(path, "x", encoding="ascii") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def os_error_text(error: OSError) -> str:
     """Returns in words why the operating system refused."""
     return _REASONS.get(error.errno or 0, f"{error.strerror or error}")
@@ -245,10 +249,7 @@ def write_run_id(directory: Path, run: str) -> None:
     """Makes `directory` belong to a run; whoever reads meanwhile finds the old id or the new one."""
     fresh = directory / f"{RUN_FILE}.tmp"
     fresh.unlink(missing_ok=True)  # of a run that was killed here
-    with open_private(fresh, "x", encoding="ascii") as file:
-        file.write(f"{run} {_run_digest(run)}\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(fresh, f"{run} {_run_digest(run)}\n")
     fresh.rename(directory / RUN_FILE)
 
 

@@ -26,11 +26,7 @@ Named = Mapping[str, Any]
 
 
 class ExtraState(Protocol):
-    """One kind of state beside the objects.
-
-    Attributes:
-        key: under which it is saved.
-    """
+    """One kind of state beside the objects, saved under its key."""
 
     key: str
 

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from samestep.checkpoints.grid import PAYLOAD, Box, boxes, file_of
+from samestep.checkpoints.integrity import check_payload, payloads
 from samestep.checkpoints.manifest import Manifest
-from samestep.checkpoints.payload import check_payload, payloads
 from samestep.checkpoints.sharding import read_shards
 from samestep.checkpoints.writer import tensor_entry
 from samestep.errors import CheckpointError
@@ -22,13 +22,7 @@ from samestep.errors import CheckpointError
 def read_tensors(folder: Path, manifest: Manifest, targets: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Returns the tensors of a checkpoint in memory of their own: whole and on the CPU, but for those of `targets`.
 
-    Args:
-        folder: of the checkpoint.
-        manifest: of it.
-        targets: name -> DTensor. Of such a tensor only this rank's part is read, to the device of the target.
-
-    Raises:
-        CheckpointError: a payload does not hold what the manifest lists.
+    Of those, DTensors by name, only this rank's part is read, to the device of the target.
     """
     targets = targets or {}
     with _OpenPayloads(folder, manifest) as opened:

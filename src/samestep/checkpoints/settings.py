@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep._version import __version__
 from samestep.checkpoints.manifest import Manifest
+from samestep.checkpoints.state import uncompiled
 from samestep.text import escape_control
 
 MASK = "***"
@@ -88,7 +89,7 @@ def _settings(thing: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(thing, nn.Module):
         for count, (name, part) in enumerate(thing.named_modules()):
             if count < _MOST_MODULES and (settings := part.extra_repr()) and not list(part.children()):
-                bare = ".".join(piece for piece in name.split(".") if piece != "_orig_mod").removeprefix("module.")
+                bare = uncompiled(name).removeprefix("module.")
                 yield bare or "itself", f"{type(part).__name__}({settings[:_LONGEST_WORD]})"
     elif isinstance(thing, LRScheduler):
         for key, value in vars(thing).items():
@@ -125,11 +126,7 @@ def differences(
 ) -> list[str]:
     """Returns what a run was given otherwise than the one that saved, a phrase each.
 
-    Args:
-        manifest: of the checkpoint.
-        command: the command line of this run, secrets masked.
-        given: the settings of its objects before they loaded their state.
-        loaded: the same after it.
+    `given` are the settings of its objects before they loaded their state, `loaded` those after it.
     """
     options, now_given = _changed_options(manifest.command, command), _options(command)
     phrases = []

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from samestep.checkpoints.grid import Box
-from samestep.checkpoints.manifest import Manifest
-from samestep.checkpoints.tree import MAPPINGS, decode
+from samestep.checkpoints.manifest import MAPPINGS, Manifest, Placeholder, decode
 from samestep.errors import CheckpointError
 
 
@@ -63,33 +62,18 @@ def _reduced(tensor: Any) -> Tensor:
 # --- what is wanted cut -------------------------------------------------------------------------------------
 
 
-class _Placeholder:
-    """Stands for a tensor of a checkpoint that has not been read yet."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def numpy(self) -> None:
-        """An array is whole."""
-
-
 def target_shardings(
     manifest: Manifest, named: Mapping[str, Any], content_of: Callable[[Any], Any]
 ) -> dict[str, Tensor]:
     """Returns which tensors of a checkpoint are to be cut as which DTensor of the objects that will take them.
 
-    Args:
-        manifest: of the checkpoint.
-        named: the objects.
-        content_of: returns the present state of one that is no optimizer.
-
-    Raises:
-        CheckpointError: one tensor of the checkpoint is wanted in two ways.
+    `content_of` returns the present state of an object that is no optimizer. One tensor that is wanted in two ways is
+    an error.
     """
     found: dict[str, Any] = {}
     if "torch.distributed.tensor" not in sys.modules:
         return found
-    placeholders = {name: _Placeholder(name) for name in manifest.tensors}
+    placeholders = {name: Placeholder(name) for name in manifest.tensors}
     for key in manifest.state.keys() & named.keys():
         saved = decode(manifest.state[key], placeholders)
         thing = named[key]
@@ -107,7 +91,7 @@ def target_shardings(
     return found
 
 
-def _of_optimizer(saved: Any, optimizer: Optimizer) -> Iterator[tuple[_Placeholder, Tensor]]:
+def _of_optimizer(saved: Any, optimizer: Optimizer) -> Iterator[tuple[Placeholder, Tensor]]:
     """State of a parameter's shape is cut as the parameter is; the rest, such as a count of steps, is every rank's."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     try:
@@ -115,15 +99,15 @@ def _of_optimizer(saved: Any, optimizer: Optimizer) -> Iterator[tuple[_Placehold
         owners = dict(zip(numbers, parameters, strict=False))
         for number, entries in saved["state"].items():
             for value in entries.values():
-                if isinstance(value, _Placeholder) and number in owners:
+                if isinstance(value, Placeholder) and number in owners:
                     yield value, owners[number]
     except (LookupError, TypeError, AttributeError):
         return  # no state of an optimizer, which is told in words when it is compared
 
 
-def _pairs(saved: Any, present: Any) -> Iterator[tuple[_Placeholder, Tensor]]:
+def _pairs(saved: Any, present: Any) -> Iterator[tuple[Placeholder, Tensor]]:
     """Every tensor of a saved state, with the tensor of the present one that says how it is cut."""
-    if isinstance(saved, _Placeholder):
+    if isinstance(saved, Placeholder):
         if isinstance(present, Tensor):
             yield saved, present
     elif type(saved) in MAPPINGS and isinstance(present, Mapping):
@@ -145,11 +129,8 @@ def read_shards(
 ) -> dict[str, Tensor]:
     """Returns new DTensors, cut as `targets` are, with what a checkpoint holds of this rank's parts. Not collective.
 
-    Args:
-        targets: name -> a DTensor; may be a parameter in use, and is not touched.
-        dtypes: name -> type of what is saved.
-        boxes: name -> how it lies there.
-        read: returns a box of a part, from a name, the number of the part, and where the box lies in it.
+    The targets may be parameters in use, and are not touched. `boxes` tells how the saved tensors lie, and `read`
+    returns a box of a part, from a name, the number of the part, and where the box lies in it.
     """
     if not targets:
         return {}

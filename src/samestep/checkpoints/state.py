@@ -40,11 +40,7 @@ class Stateful(Protocol):
 
 
 def check_names(named: dict[str, Any]) -> None:
-    """Refuses what has no state.
-
-    Raises:
-        UsageError: an object lacks ``state_dict`` or ``load_state_dict``, or nothing was named.
-    """
+    """Refuses what has no state."""
     if not named:
         raise UsageError("nothing to save: name at least one object, as in checkpoint(path, world, model=model)")
     for name, thing in named.items():
@@ -81,11 +77,7 @@ def capture_state(thing: Stateful) -> ObjectState:
 
 
 def restore_state(thing: Stateful, saved: ObjectState) -> None:
-    """Lets ``thing`` take over what :func:`capture_state` returned, in place and on its own device.
-
-    Raises:
-        CheckpointError: it is no state of such an optimizer.
-    """
+    """Lets ``thing`` take over what :func:`capture_state` returned, in place and on its own device."""
     state = saved.content
     if isinstance(thing, nn.Module):
         names = _bare_names(thing, thing.state_dict())
@@ -107,10 +99,10 @@ def _bare_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
 
     Which parts of a name are wrappers is known from the modules: a user's own submodule may be called "module".
     """
-    wrapped = [_uncompiled(name) for name, part in module.named_modules() if isinstance(part, DistributedDataParallel)]
+    wrapped = [uncompiled(name) for name, part in module.named_modules() if isinstance(part, DistributedDataParallel)]
     names = {}
     for key in state:
-        bare = _uncompiled(key)
+        bare = uncompiled(key)
         for name in wrapped:
             inside = f"{name}.module." if name else "module."
             if bare.startswith(inside):
@@ -121,7 +113,8 @@ def _bare_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _uncompiled(name: str) -> str:
+def uncompiled(name: str) -> str:
+    """Returns a name without what torch.compile puts into it."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
@@ -144,12 +137,7 @@ def _class_name(thing: object) -> str:
 
 
 def gather_per_rank(thing: Any, state: ObjectState, world: World) -> ObjectState:
-    """Returns the state of `thing` with every rank's own entry (`per_rank`) in it. Collective where it has one.
-
-    Raises:
-        CheckpointError: the entry is no plain data.
-        PeerError: that of another rank is not.
-    """
+    """Returns the state of `thing` with every rank's own entry (`per_rank`) in it. Collective where it has one."""
     key = getattr(thing, "per_rank", None)
     if key is None:
         return state
@@ -176,12 +164,7 @@ def take_own(state: ObjectState, world: World) -> ObjectState:
 
 
 def mismatches(saved: dict[str, ObjectState], present: dict[str, ObjectState]) -> list[str]:
-    """Returns what keeps the ``saved`` states from fitting the ``present`` ones, a line each; empty if they fit.
-
-    Args:
-        saved: name -> result of :func:`capture_state`, as read.
-        present: name -> result of :func:`capture_state` of the objects that are to be loaded.
-    """
+    """Returns what keeps the ``saved`` states from fitting the ``present`` ones, both by name, a line each."""
     lines = [
         f"{name}: in the checkpoint, not named here; name it, as in checkpoint(…, {name}=…)"
         for name in saved

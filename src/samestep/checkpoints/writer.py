@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import shutil
 import threading
 import time
@@ -27,10 +26,10 @@ import torch
 from torch import Tensor
 
 from samestep import events
-from samestep.checkpoints.directory import CheckpointDirectory, os_error_text, sync_folder
+from samestep.checkpoints.directory import CheckpointDirectory, os_error_text, sync_folder, write_synced
 from samestep.checkpoints.grid import file_of
+from samestep.checkpoints.integrity import write_payload
 from samestep.checkpoints.manifest import MANIFEST, Manifest, to_text
-from samestep.checkpoints.payload import open_new, write_payload
 from samestep.errors import CheckpointError
 from samestep.runtime.digest import bytes_of
 from samestep.text import bytes_text
@@ -41,10 +40,9 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 @dataclass(frozen=True)
 class RemoteWriters:
-    """The ranks that write files of their own into a folder which the first has made.
+    """The ranks that write files of their own into an unfinished checkpoint that the first has made.
 
-    Attributes:
-        collect: waits for what :func:`write_shard` returns on each of them, and returns it by rank.
+    `collect` waits for what :func:`write_shard` returns on each of them, and returns it by rank.
     """
 
     folder: Path  # the unfinished checkpoint
@@ -57,19 +55,10 @@ def write(
     tensors: Mapping[str, Tensor],
     remote: RemoteWriters | None = None,
 ) -> Path:
-    """Writes ``tensors`` and ``manifest`` (its digests are filled in here) into ``directory``.
+    """Writes ``tensors`` of this rank and ``manifest`` into ``directory``; returns the new checkpoint's folder.
 
-    Args:
-        directory: of the run.
-        manifest: its table of tensors may be empty where nobody else writes.
-        tensors: what this rank writes of them.
-        remote: who writes the rest; nobody by default.
-
-    Returns:
-        The folder of the new checkpoint.
-
-    Raises:
-        CheckpointError: the disk is full or refuses, here or on another rank; what was there before is untouched.
+    The manifest's digests are filled in here, and its table of tensors where nobody else (`remote`) writes. Where the
+    disk is full or refuses, here or on another rank, what was there before is untouched.
     """
     manifest = replace(manifest, tensors=manifest.tensors or {key: tensor_entry(one) for key, one in tensors.items()})
     remote = remote or RemoteWriters(begin_folder(directory, manifest, tensors), dict)
@@ -112,10 +101,7 @@ def _write_folder(final: Path, manifest: Manifest, tensors: Mapping[str, Tensor]
         finally:
             reports = remote.collect()  # in any case: nobody writes any more into a folder that is removed
         complete = _with_digests(manifest, {0: {"digests": digests}, **reports}, final)
-        with open_new(folder / MANIFEST) as file:
-            file.write(to_text(complete).encode("ascii"))
-            file.flush()
-            os.fsync(file.fileno())  # [3]
+        write_synced(folder / MANIFEST, to_text(complete))  # [3]
         sync_folder(folder)  # [4]
         folder.rename(final)  # [5]
         sync_folder(final.parent)  # [6]
@@ -155,7 +141,7 @@ def tensor_entry(tensor: Tensor) -> dict[str, Any]:
 
 
 def _size(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _require_space(path: Path, needed: int) -> None:

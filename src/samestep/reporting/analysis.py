@@ -79,11 +79,7 @@ class RunAnalysis:
 
 
 def analyse(run: Run, number: int | None = None) -> RunAnalysis:
-    """Returns an attempt, the last one by default.
-
-    Raises:
-        UsageError: there is no such attempt.
-    """
+    """Returns an attempt, the last one by default."""
     attempts = run.attempts
     if number is None:
         number = attempts[-1] if attempts else 0

@@ -55,11 +55,7 @@ _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u202
 
 
 def check_library() -> None:
-    """Refuses a page before anything is read.
-
-    Raises:
-        UsageError: plotly, which draws the charts, is not installed.
-    """
+    """Refuses a page before anything is read where plotly, which draws the charts, is not installed."""
     if find_spec("plotly") is None:
         raise UsageError("a report needs plotly: pip install 'samestep[report]'")
 

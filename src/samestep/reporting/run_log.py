@@ -164,11 +164,7 @@ class Run:
 
 
 def open_run(path: Path, reader: type[Reader] = Reader) -> Run:
-    """Returns what a run directory says by now.
-
-    Raises:
-        UsageError: there is none, or nothing of a run is in it.
-    """
+    """Returns what a run directory says by now."""
     run = Run(path, reader=reader)
     try:
         if not path.exists():
@@ -184,11 +180,7 @@ def open_run(path: Path, reader: type[Reader] = Reader) -> Run:
 
 
 def latest_run(runs: Path) -> Path:
-    """Returns the run directory in `runs` that has begun, or ended, last.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Returns the run directory in `runs` that has begun, or ended, last."""
     found = _newest(runs)
     if found is None:
         raise UsageError(f"there is no run in ./{runs}: name a run directory, or start a run with `samestep run`")
@@ -310,9 +302,8 @@ def last(log: RankLog) -> float:
 class Packed(Sequence[Any]):
     """A list that is kept as bytes; only this process makes and reads them.
 
-    Example:
-        >>> list(Packed([["forward", 0, 12]]))
-        [['forward', 0, 12]]
+    >>> list(Packed([["forward", 0, 12]]))
+    [['forward', 0, 12]]
     """
 
     __slots__ = ("_bytes", "_length")
@@ -360,14 +351,11 @@ LOOK = 20  # lines of steps that are looked back on
 
 @dataclass(frozen=True)
 class RecentSteps:
-    """The last steps of a rank.
-
-    Attributes:
-        spent: seconds by phase, in their order; evaluate, save and load only where the rank has just been in one.
-    """
+    """The last steps of a rank."""
 
     steps: int = 0  # how many they are
     seconds: float = 0.0  # of one of them, as far as it was training; 0 where nothing is known
+    # seconds by phase, in their order; evaluate, save and load only where the rank has just been in one
     spent: dict[str, float] = field(default_factory=dict)
     samples: float = 0.0  # that this rank has taken in the last of them
 

@@ -35,11 +35,7 @@ _LATEST = 1 << 53  # steps; more is no count
 
 @dataclass(frozen=True)
 class StepTable:
-    """A run's steps.
-
-    Attributes:
-        left_out: ranks that have too few steps to be compared, and how many they have.
-    """
+    """A run's steps; `left_out` are ranks that have too few to be compared, and how many they have."""
 
     ranks: tuple[int, ...]  # by row
     steps: Ints  # by column, the last step that it stands for

@@ -197,11 +197,7 @@ STACKED = 200  # ranges of the phases
 
 @dataclass(frozen=True)
 class Curve:
-    """A logged value over the steps.
-
-    Attributes:
-        means, lowest, highest: of it.
-    """
+    """A logged value over the steps."""
 
     name: str
     steps: list[int]  # the last of each range

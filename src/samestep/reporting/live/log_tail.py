@@ -32,11 +32,7 @@ _OBEYED = re.compile(  # what a terminal obeys: CSI, OSC and their like, two-byt
 
 
 def open_latest(path: Path) -> Run:
-    """Returns a run of whose ranks only the first and the last events are read.
-
-    Raises:
-        UsageError: as :func:`samestep.reporting.run_log.open_run`.
-    """
+    """Returns a run of whose ranks only the first and the last events are read; refuses what `open_run` refuses."""
     run = open_run(path, LatestReader)
     trim(run)
     return run

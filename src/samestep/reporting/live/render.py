@@ -58,13 +58,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class Marks:
-    """What a terminal can show.
-
-    Args:
-        colours: it has some.
-        few: no more than 16.
-        ascii_only: it has no letters but those.
-    """
+    """What a terminal can show: colours, no more than 16 of them (`few`), letters beyond ASCII."""
 
     def __init__(self, *, colours: bool = True, few: bool = False, ascii_only: bool = False) -> None:
         self.colours = colours
