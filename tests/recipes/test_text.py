@@ -25,7 +25,7 @@ def built(folder, world, *more):
     """A training in float64 with 10 sequences a step, and the held-out set."""
     asked = text.parser().parse_args([*SMALL, "--precision", "float64", "--batch-size", "10", *more])
     train_set, held_out = corpus.train_and_held_out(folder, total=90_000, context=64)
-    return text.build(asked, world, train_set), held_out
+    return text.Training(asked, world, train_set), held_out
 
 
 def test_bits_per_byte_fall_within_thirty_steps(modules, capsys):

@@ -22,23 +22,6 @@ from torch.optim.lr_scheduler import LambdaLR
 import samestep
 from samestep.compress import CODEC_NAMES
 
-__all__ = [
-    "add_training_options",
-    "add_virtual_ranks",
-    "at_least_float32",
-    "autocast",
-    "cosine",
-    "cosine_factor",
-    "count",
-    "dtype",
-    "load_weights",
-    "make_checkpoint",
-    "not_negative",
-    "parser",
-    "positive",
-    "run_main",
-]
-
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "float64": torch.float64}
 EXTRAS = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
@@ -53,16 +36,16 @@ def make_checkpoint(
 def parser(name: str, description: str) -> argparse.ArgumentParser:
     """A parser whose errors are one line, `name: error: …`."""
     started = f"python -m samestep.recipes.{name}"
-    return OneLineParser(
+    return _OneLineParser(
         prog=name,
         description=description,
         epilog=f"one process: {started}; several: samestep run -n 2 -m samestep.recipes.{name}, or torchrun",
-        formatter_class=HelpWithDefaults,
+        formatter_class=_HelpWithDefaults,
         allow_abbrev=False,
     )
 
 
-class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
+class _HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
     """Shows the defaults that say something."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -71,7 +54,7 @@ class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-class OneLineParser(argparse.ArgumentParser):
+class _OneLineParser(argparse.ArgumentParser):
     """argparse prints the whole usage above an error; the error alone says how to fix it."""
 
     def error(self, message: str) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -76,15 +75,23 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-@dataclass
 class Training:
-    """What a step needs."""
+    """Model, optimizer, schedule and loader. Collective: every rank must make one."""
 
-    model: samestep.Replica
-    optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LRScheduler
-    batches: samestep.Shards
-    precision: str
+    def __init__(self, args: argparse.Namespace, world: samestep.World, train_set: TensorDataset) -> None:
+        network = DigitNet().to(world.device, common.dtype(args.precision))
+        self.model = samestep.replicate(network, world, compress=args.compress)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, weight_decay=0.05)
+        self.batches = samestep.shards(
+            train_set,
+            world,
+            batch_size=args.batch_size,
+            micro_batch_size=args.micro_batch_size,
+            workers=args.workers,
+            seed=args.seed,
+        )
+        self.schedule = cosine(self.optimizer, args.epochs * self.batches.steps_per_epoch, warm_up=WARM_UP)
+        self.precision = args.precision
 
     def scores(self, images: torch.Tensor) -> torch.Tensor:
         """The model's forward, in the precision asked for."""
@@ -111,7 +118,7 @@ def train(args: argparse.Namespace) -> None:
     with samestep.world(
         backend=args.backend, device=args.device, seed=args.seed, virtual_ranks=args.virtual_ranks
     ) as world:
-        training = build(args, world, train_set)
+        training = Training(args, world, train_set)
         batches = training.batches
         state = common.make_checkpoint(
             args, world, batches, model=training.model, optimizer=training.optimizer, schedule=training.schedule
@@ -128,23 +135,6 @@ def train(args: argparse.Namespace) -> None:
             if accuracy is None:  # the checkpoint held a finished training
                 accuracy = held_out_accuracy(training, held_out, world)
             show.summary(f"{percent(accuracy)} of {len(held_out)} held-out samples right", args.checkpoint)
-
-
-def build(args: argparse.Namespace, world: samestep.World, train_set: TensorDataset) -> Training:
-    """Model, optimizer, schedule and loader. Collective: every rank must call."""
-    network = DigitNet().to(world.device, common.dtype(args.precision))
-    model = samestep.replicate(network, world, compress=args.compress)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.05)
-    batches = samestep.shards(
-        train_set,
-        world,
-        batch_size=args.batch_size,
-        micro_batch_size=args.micro_batch_size,
-        workers=args.workers,
-        seed=args.seed,
-    )
-    schedule = cosine(optimizer, args.epochs * batches.steps_per_epoch, warm_up=WARM_UP)
-    return Training(model, optimizer, schedule, batches, args.precision)
 
 
 def held_out_accuracy(training: Training, held_out: TensorDataset, world: samestep.World) -> float:

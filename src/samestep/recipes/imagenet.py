@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -75,14 +74,27 @@ def join_and_train(args: argparse.Namespace, number: int) -> None:
         raise SystemExit(code)
 
 
-@dataclass
 class Training:
-    """What a step needs."""
+    """Network, optimizer and loader. Collective: every rank must make one."""
 
-    model: samestep.Replica
-    optimizer: torch.optim.Optimizer
-    batches: samestep.Shards
-    precision: str
+    def __init__(self, args: argparse.Namespace, world: samestep.World, train_set: Images, seed: int) -> None:
+        network = architecture(args.arch, classes=len(train_set.classes), zero_init=args.zero_init)
+        if args.pretrained is not None:
+            load_weights(network, args.pretrained)
+        network = network.to(world.device, common.dtype(args.precision))
+        # the slices of virtual ranks are computed one after another, and have statistics of their own
+        self.model = samestep.replicate(network, world, batchnorm=None if world.virtual is None else "local")
+        settings = {"lr": args.lr, "momentum": args.momentum, "weight_decay": args.weight_decay}
+        self.optimizer = torch.optim.SGD(self.model.parameters(), **settings)
+        self.batches = samestep.shards(
+            train_set,
+            world,
+            batch_size=args.batch_size,
+            micro_batch_size=args.micro_batch_size,
+            workers=args.workers,
+            seed=seed,
+        )
+        self.precision = args.precision
 
     def scores(self, images: torch.Tensor) -> torch.Tensor:
         """The model's forward, in the precision asked for: B x classes."""
@@ -110,8 +122,12 @@ def train(args: argparse.Namespace) -> None:
     seed = args.seed if repeatable else DEFAULT_SEED
     with samestep.world(**world_arguments(args), seed=seed, deterministic=repeatable) as world:
         torch.backends.cudnn.benchmark = not repeatable
-        remarks(args, world)
-        training = build(args, world, train_set, seed)
+        if args.seed is not None:
+            note = "--seed asks for repeatable kernels; on a GPU they can be considerably slower"
+            print_rank0("imagenet", world, note)
+        if args.checkpoint is None and not args.evaluate:
+            print_rank0("imagenet", world, "nothing is saved: --checkpoint DIR saves, and resumes from there")
+        training = Training(args, world, train_set, seed)
         state = resumption(args, world, training)
         measure = functools.partial(top_1_and_5, training, val_set, world, args)
         with display(args, world, training, len(train_set)) as show:
@@ -126,34 +142,6 @@ def train(args: argparse.Namespace) -> None:
                 show.result(top_1=percent(shares[0]), top_5=percent(shares[1]))
             top_1, top_5 = map(percent, shares or measure())  # or: nothing was left to train, or asked to be
             show.summary(f"top-1 {top_1}, top-5 {top_5} of {len(val_set):,} validation images", args.checkpoint)
-
-
-def remarks(args: argparse.Namespace, world: samestep.World) -> None:
-    """What the user may not expect."""
-    if args.seed is not None:
-        print_rank0("imagenet", world, "--seed asks for repeatable kernels; on a GPU they can be considerably slower")
-    if args.checkpoint is None and not args.evaluate:
-        print_rank0("imagenet", world, "nothing is saved: --checkpoint DIR saves, and resumes from there")
-
-
-def build(args: argparse.Namespace, world: samestep.World, train_set: Images, seed: int) -> Training:
-    """Network, optimizer and loader. Collective: every rank must call."""
-    network = architecture(args.arch, classes=len(train_set.classes), zero_init=args.zero_init)
-    if args.pretrained is not None:
-        load_weights(network, args.pretrained)
-    network = network.to(world.device, common.dtype(args.precision))
-    # the slices of virtual ranks are computed one after another, and have statistics of their own
-    model = samestep.replicate(network, world, batchnorm=None if world.virtual is None else "local")
-    settings = {"lr": args.lr, "momentum": args.momentum, "weight_decay": args.weight_decay}
-    batches = samestep.shards(
-        train_set,
-        world,
-        batch_size=args.batch_size,
-        micro_batch_size=args.micro_batch_size,
-        workers=args.workers,
-        seed=seed,
-    )
-    return Training(model, torch.optim.SGD(model.parameters(), **settings), batches, args.precision)
 
 
 def resumption(args: argparse.Namespace, world: samestep.World, training: Training) -> samestep.Checkpoint:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -132,16 +131,25 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-@dataclass
 class Training:
-    """What a step needs."""
+    """Model, optimizer, schedule and loader. Collective: every rank must make one."""
 
-    model: samestep.Replica
-    optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LRScheduler
-    batches: samestep.Shards
-    precision: str
-    clip: float
+    def __init__(self, args: argparse.Namespace, world: samestep.World, train_set: corpus.ByteSequences) -> None:
+        network = GPT(corpus.SYMBOLS, context=args.context, layers=args.layers, heads=args.heads, width=args.width)
+        network.to(world.device, common.dtype(args.precision))
+        self.model = samestep.replicate(network, world, compress=args.compress)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95))
+        self.batches = samestep.shards(
+            train_set,
+            world,
+            batch_size=args.batch_size,
+            micro_batch_size=args.micro_batch_size,
+            weight=corpus.unmasked,
+            workers=args.workers,
+            seed=args.seed,
+        )
+        self.schedule = cosine(self.optimizer, args.epochs * self.batches.steps_per_epoch, warm_up=args.warm_up)
+        self.precision, self.clip = args.precision, args.clip
 
     def losses(self, batch: corpus.Sample) -> torch.Tensor:
         """The loss of each byte in nats, B x T; 0 where the target is padding."""
@@ -173,7 +181,7 @@ def train(args: argparse.Namespace) -> None:
     with samestep.world(
         backend=args.backend, device=args.device, seed=args.seed, virtual_ranks=args.virtual_ranks
     ) as world:
-        training = build(args, world, train_set)
+        training = Training(args, world, train_set)
         batches = training.batches
         state = common.make_checkpoint(
             args, world, batches, model=training.model, optimizer=training.optimizer, schedule=training.schedule
@@ -196,25 +204,6 @@ def train(args: argparse.Namespace) -> None:
             if world.is_first and args.sample:
                 show.note(f"it writes {written(cast('GPT', training.model.module), args.sample, args.seed)}")
             show.summary(f"{bits:.3f} bits per byte over {held_out.bytes:,} held-out bytes", args.checkpoint)
-
-
-def build(args: argparse.Namespace, world: samestep.World, train_set: corpus.ByteSequences) -> Training:
-    """Model, optimizer, schedule and loader. Collective: every rank must call."""
-    network = GPT(corpus.SYMBOLS, context=args.context, layers=args.layers, heads=args.heads, width=args.width)
-    network.to(world.device, common.dtype(args.precision))
-    model = samestep.replicate(network, world, compress=args.compress)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
-    batches = samestep.shards(
-        train_set,
-        world,
-        batch_size=args.batch_size,
-        micro_batch_size=args.micro_batch_size,
-        weight=corpus.unmasked,
-        workers=args.workers,
-        seed=args.seed,
-    )
-    schedule = cosine(optimizer, args.epochs * batches.steps_per_epoch, warm_up=args.warm_up)
-    return Training(model, optimizer, schedule, batches, args.precision, args.clip)
 
 
 def bits_per_byte(training: Training, held_out: corpus.ByteSequences, world: samestep.World, batch_size: int) -> float:
