@@ -213,7 +213,9 @@ def check(
         _in_file(name, partial(check_payload, folder, name, entries, digests=digests, progress=progress))
     if extra := sorted({entry.name for entry in folder.iterdir()} - {MANIFEST, *files}):
         raise DamageError(f"{extra[0]!r} is no part of it; take it out", extra[0])
-    _in_file(MANIFEST, partial(_check_trees, manifest))
+    placeholders = {name: Placeholder(name) for name in manifest.tensors}
+    for tree in (*manifest.state.values(), manifest.extra):
+        _in_file(MANIFEST, partial(decode, tree, placeholders))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -268,9 +270,3 @@ def _manifest_text(folder: Path) -> str:
             return file.read(LONGEST).decode("ascii")
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{MANIFEST} is damaged: {error}") from error
-
-
-def _check_trees(manifest: Manifest) -> None:
-    tensors = {name: Placeholder(name) for name in manifest.tensors}
-    for tree in (*manifest.state.values(), manifest.extra):
-        decode(tree, tensors)

@@ -128,7 +128,11 @@ def differences(
 
     `given` are the settings of its objects before they loaded their state, `loaded` those after it.
     """
-    options, now_given = _changed_options(manifest.command, command), _options(command)
+    before, now_given = _options(manifest.command), _options(command)
+    names = [*now_given, *(name for name in before if name not in now_given)]
+    options = {
+        name: (before.get(name), now_given.get(name)) for name in names if before.get(name) != now_given.get(name)
+    }
     phrases = []
     for name, settings in given.items():
         saved, now = manifest.settings.get(name, {}), loaded.get(name, {})
@@ -179,12 +183,6 @@ def _option_text(option: str, was: str | None, now: str | None) -> str:
     if was is None:
         return f"{option} {now} was not given before".replace("  ", " ")
     return f"{option} {now} was {was}"
-
-
-def _changed_options(was: Sequence[str], now: Sequence[str]) -> dict[str, tuple[str | None, str | None]]:
-    before, after = _options(was), _options(now)
-    names = [*after, *(name for name in before if name not in after)]
-    return {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:

@@ -125,14 +125,10 @@ def _with_digests(manifest: Manifest, reports: Mapping[int, dict[str, Any]], fin
 def _write_payload(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Writes the file of a rank, if there is room for it, and returns the digests of the tensors in it."""
     _require_space(folder.parent, _size(tensors))
-    stored = {name: storable(tensor) for name, tensor in tensors.items()}
+    # as they are stored: on the CPU, their elements one after another
+    stored = {name: one.detach().resolve_conj().resolve_neg().cpu().contiguous() for name, one in tensors.items()}
     data = {name: bytes_of(tensor).numpy().data for name, tensor in stored.items()}
     return write_payload(folder / file_of(rank), {name: tensor_entry(one) for name, one in tensors.items()}, data)
-
-
-def storable(tensor: Tensor) -> Tensor:
-    """Returns ``tensor`` as it is stored: on the CPU, its elements one after another."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def tensor_entry(tensor: Tensor) -> dict[str, Any]:

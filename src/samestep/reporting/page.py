@@ -99,12 +99,13 @@ def embedded(data: Any) -> str:
 
 
 def _shown(analysis: RunAnalysis, summary: Summary) -> dict[str, Any]:
+    logged = {name for log in analysis.logs for line in log.values for name in line["values"]}
     return {
         "title": program(analysis.run.about),
         "analysis": analysis,
         "told": summary,
         "parts": _parts(analysis),
-        "undrawn": _undrawn(analysis),
+        "undrawn": max(0, len(logged) - MOST_CURVES),
         "ranks": _rank_rows(analysis),
         "shares": _shares(analysis),
         "ledger": _ledger_words(analysis),
@@ -166,11 +167,6 @@ def _curves(analysis: RunAnalysis) -> list[Curve]:
     for each in reversed(earlier):
         found += curves(analysis.run.attempt(each))
     return found
-
-
-def _undrawn(analysis: RunAnalysis) -> int:
-    """Returns how many logged values have no curve in the page: it has room for some only."""
-    return max(0, len({name for log in analysis.logs for line in log.values for name in line["values"]}) - MOST_CURVES)
 
 
 def _moment(moment: StepTimeline) -> dict[str, Any]:

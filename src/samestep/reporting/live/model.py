@@ -40,16 +40,14 @@ class ViewState:
     is_paused: bool = False  # nothing is read meanwhile
     is_help: bool = False  # the keys are explained
 
-    def shown_attempt(self, run: Run) -> int:
-        latest = max(run.attempts, default=0)
-        return latest if self.attempt is None or self.attempt not in run.attempts else self.attempt
-
     def handle_key(self, key: str, model: WatchModel) -> bool:
         """Obeys a key that is pressed at this sight of the run; returns whether to go on."""
+        panels: dict[str, Panel] = {"o": "out", "e": "err", "tab": "err" if model.panel == "out" else "out"}
+        panels["f"] = "out" if model.panel == "events" else "events"
         if self.is_help:
             self.is_help = False  # whatever the key
-        elif key in {"tab", "o", "e", "f"}:
-            self._show(key, model.panel)
+        elif key in panels:
+            self.panel = panels[key]
         elif key == " ":
             self.is_paused = not self.is_paused
         elif key == "a":
@@ -59,18 +57,11 @@ class ViewState:
         elif key == "q":
             return False
         elif key == "n":
-            self._next_of(model.problem_ranks, model.rank)
+            problems = model.problem_ranks
+            self.rank = next((rank for rank in problems if rank > model.rank), problems[0] if problems else self.rank)
         elif model.ranks:
             self._move(key, model.ranks, model.rank)
         return True
-
-    def _show(self, key: str, panel: Panel) -> None:
-        if key == "tab":
-            self.panel = "err" if panel == "out" else "out"
-        elif key == "f":
-            self.panel = "out" if panel == "events" else "events"
-        else:
-            self.panel = "out" if key == "o" else "err"
 
     def _other_attempt(self, attempts: Sequence[int]) -> None:
         """The one before, round to the latest, which is followed."""
@@ -78,10 +69,6 @@ class ViewState:
             now = attempts[-1] if self.attempt is None else self.attempt
             before = [each for each in attempts if each < now]
             self.attempt = before[-1] if before else None
-
-    def _next_of(self, ranks: Sequence[int], now: int) -> None:
-        if ranks:
-            self.rank = next((rank for rank in ranks if rank > now), ranks[0])
 
     def _move(self, key: str, ranks: Sequence[int], now: int) -> None:
         last = len(ranks) - 1
@@ -124,7 +111,8 @@ class WatchModel:
 
     @cached_property
     def attempt(self) -> int:
-        return self.choice.shown_attempt(self.run)
+        chosen = self.choice.attempt
+        return chosen if chosen in self.attempts else max(self.attempts, default=0)
 
     @cached_property
     def attempts(self) -> list[int]:
