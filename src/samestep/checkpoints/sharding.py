@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -116,51 +115,3 @@ def _pairs(saved: Any, present: Any) -> Iterator[tuple[Placeholder, Tensor]]:
     elif isinstance(saved, list | tuple) and isinstance(present, list | tuple):
         for one, other in zip(saved, present, strict=False):
             yield from _pairs(one, other)
-
-
-# --- reading ------------------------------------------------------------------------------------------------
-
-
-def read_shards(
-    targets: Mapping[str, Tensor],
-    dtypes: Mapping[str, torch.dtype],
-    boxes: Mapping[str, list[Box]],
-    read: Callable[[str, int, Box], Tensor],
-) -> dict[str, Tensor]:
-    """Returns new DTensors, cut as `targets` are, with what a checkpoint holds of this rank's parts. Not collective.
-
-    The targets may be parameters in use, and are not touched. `boxes` tells how the saved tensors lie, and `read`
-    returns a box of a part, from a name, the number of the part, and where the box lies in it.
-    """
-    if not targets:
-        return {}
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as Chunk
-    from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
-
-    made = {name: _empty(target, dtypes[name]) for name, target in targets.items()}
-    listed = {
-        name: TensorStorageMetadata(
-            properties=TensorProperties(dtype=dtypes[name]),
-            size=target.shape,
-            chunks=[Chunk(torch.Size(box.offset), torch.Size(box.shape)) for box in boxes[name]],
-        )
-        for name, target in targets.items()
-    }
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(made), Metadata(state_dict_metadata=dict(listed)))
-    for item in planner.create_local_plan().items:
-        number = item.storage_index.index
-        assert number is not None
-        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        planner.resolve_tensor(item).copy_(read(item.storage_index.fqn, number, box))
-    return made
-
-
-def _empty(target: Any, dtype: torch.dtype) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    part = torch.empty_like(target.to_local(), dtype=dtype, requires_grad=False)
-    return DTensor.from_local(
-        part, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
-    )
