@@ -25,6 +25,7 @@ from samestep.text import (
     format_elapsed,
     join_and,
     plural,
+    rank_list,
     spans,
 )
 
@@ -424,19 +425,19 @@ def _failure(about: Event) -> Iterator[str]:
 def _ranks(analysis: RunAnalysis, *, over: bool) -> Iterator[str]:
     silent = [log.rank for log in analysis.logs if log.end is None] if over else []
     if silent:
-        yield f"{_named(silent)} did not come to an end: killed, or stopped with the others."
+        yield f"{rank_list(silent).capitalize()} did not come to an end: killed, or stopped with the others."
     yield from (_last_seen(log) for log in analysis.logs[:_MOST_LAST_SEEN] if log.end is None and log.at)
     missing = sorted(set(range(min(analysis.size, 1 << 16))) - {log.rank for log in analysis.logs})
     if analysis.logs and missing:
-        yield f"{_named(missing)} {'has' if len(missing) == 1 else 'have'} left no event."
+        yield f"{rank_list(missing).capitalize()} {'has' if len(missing) == 1 else 'have'} left no event."
     if not analysis.logs:
         yield "No rank has written an event: the script ended before its first step, or did not begin."
     few: dict[int, list[int]] = {}
     for rank, count in analysis.table.left_out.items():
         few.setdefault(count, []).append(rank)
     for count, ranks in few.items() if analysis.steps else ():
-        be = "has" if len(ranks) == 1 else "have each", "is" if len(ranks) == 1 else "are"
-        yield f"{_named(ranks)} {be[0]} taken {plural(count, 'step')} and {be[1]} not compared with the others."
+        who, (have, be) = rank_list(ranks).capitalize(), ("has", "is") if len(ranks) == 1 else ("have each", "are")
+        yield f"{who} {have} taken {plural(count, 'step')} and {be} not compared with the others."
 
 
 def _last_seen(log: RankLog) -> str:
@@ -468,7 +469,3 @@ def _foreign(analysis: RunAnalysis) -> Iterator[str]:
     absent = [name for name, found in lacking.items() if not found]
     if absent and analysis.size > 1:
         yield f"Not recorded, since the script does not report them: {join_and(absent)}."
-
-
-def _named(ranks: list[int]) -> str:
-    return f"Ranks {spans(ranks)}" if len(ranks) > 1 else f"Rank {ranks[0]}"

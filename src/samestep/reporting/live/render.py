@@ -296,10 +296,7 @@ class Renderer:
         more = f" (the last {count} of {len(all_)}: f shows all)" if len(all_) > count else ""
         yield self._rule(f"events{more}")
         for each in all_[-count:]:
-            text = Text(f" {each.clock}  ", "dim", no_wrap=True)
-            text.append(f"{each.kind:<9}  ", f"not dim {LEVELS[each.level]}")
-            text.append(self.marks.cut(each.text.split("\n")[0], self.width - 22).rstrip(), "not dim")
-            yield text
+            yield self._event_line(each, self.marks.cut(each.text.split("\n")[0], self.width - 22).rstrip())
 
     def _events(self, count: int) -> list[Text]:
         lines = [line for each in self.model.run_events for line in self._event_lines(each)]
@@ -307,14 +304,14 @@ class Renderer:
 
     def _event_lines(self, each: RunEvent) -> Iterator[Text]:
         """All that there is to say of it, in as many lines as that takes."""
-        margin = " " * 22
         texts = [line for text in each.text.split("\n") for line in wrap(text, max(20, self.width - 22)) or [""]]
         for number, text in enumerate(texts):
-            line = Text(margin if number else f" {each.clock}  ", "dim", no_wrap=True)
-            if not number:
-                line.append(f"{each.kind:<9}  ", f"not dim {LEVELS[each.level]}")
-            line.append(text, "not dim")
-            yield line
+            yield Text(" " * 22, no_wrap=True).append(text) if number else self._event_line(each, text)
+
+    def _event_line(self, each: RunEvent, text: str) -> Text:
+        line = Text(f" {each.clock}  ", "dim", no_wrap=True)
+        line.append(f"{each.kind:<9}  ", f"not dim {LEVELS[each.level]}")
+        return line.append(text, "not dim")
 
     def _output(self, output: Sequence[str], count: int) -> list[Text]:
         rank, stream = self.model.rank, TITLES[self.model.panel]
