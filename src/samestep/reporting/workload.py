@@ -42,7 +42,6 @@ class Share:
     least: float
     most: float
     epoch: int  # the last
-    epochs: int  # how many there were
 
 
 @dataclass(frozen=True)
@@ -112,6 +111,6 @@ def _lines(log: RankLog) -> dict[int, Event]:
 def _share(rank: int, lines: Sequence[Event]) -> Share:
     samples = [measured(line.get("samples", 0)) for line in lines]
     weight = [measured(line.get("weight", line.get("elements", 0))) for line in lines]
-    epochs = {int(measured(line.get("epoch", 0))) for line in lines}
+    epoch = max(int(measured(line.get("epoch", 0))) for line in lines)
     mean = float(np.mean(samples)), float(np.mean(weight))
-    return Share(rank, *mean, min(weight), max(weight), max(epochs), len(epochs))
+    return Share(rank, *mean, min(weight), max(weight), epoch)
