@@ -104,7 +104,6 @@ class CheckpointDirectory:
         return f"{name}.{max(taken) + 1}" if taken else name
 
     def temporary(self, name: str) -> Path:
-        """Makes and returns a fresh folder in which ``name`` can be put together."""
         folder = self._unfinished(name)
         folder.mkdir(mode=0o700)
         return folder
@@ -147,7 +146,6 @@ class CheckpointDirectory:
         return folder
 
     def prune(self, retention: RetentionPolicy) -> None:
-        """Deletes the complete checkpoints that have expired."""
         for name in retention.expired(self.names()):
             # Renamed first: killed while deleting, half a checkpoint must not bear a complete one's name.
             expired = self._unfinished(name)

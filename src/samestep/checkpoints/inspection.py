@@ -153,8 +153,6 @@ def _consumed(state: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """One named object in a checkpoint."""
-
     name: str  # under which it was saved
     kind: str  # "module", an optimizer's class, or "object"
     tensors: int  # how many it holds; one that two objects share counts in both
@@ -199,8 +197,6 @@ def _tensors_of(tree: Any) -> set[str]:
 
 @dataclass
 class TreeNode:
-    """A level of names."""
-
     name: str  # the last piece of the name, or several of them: "0 … 11"
     form: str = ""  # dtype and shape, where a tensor ends here
     values: int = 0  # numbers in it and below

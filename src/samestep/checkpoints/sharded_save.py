@@ -48,15 +48,12 @@ _REPORTS = ({"error": str}, {"digests": dict[str, str]})
 
 @dataclass(frozen=True)
 class ShardReport:
-    """What one rank holds of tensors that are cut among the ranks.
-
-    Attributes:
-        forms: name -> {"dtype", "shape"} of the whole tensor, at every place, tied ones too.
-        boxes: name -> [offset, shape] of what this rank holds; without those of which it holds nothing.
-    """
+    """What one rank holds of tensors that are cut among the ranks."""
 
     names: list[str]  # under which they are saved; those of the first rank count
+    # {"dtype", "shape"} of the whole tensor, at every place, tied ones too
     forms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # [offset, shape] of what this rank holds; without those of which it holds nothing
     boxes: dict[str, list[list[int]]] = field(default_factory=dict)
     other: int = 0  # bytes of what is not cut, which the first rank writes
 

@@ -60,7 +60,6 @@ class GracefulShutdown:
             )
 
     def install_handlers(self) -> None:
-        """Takes the signals, where that is possible."""
         if self.is_possible:
             self._signals = StopSignals(self._world.step)
 
@@ -98,7 +97,6 @@ class GracefulShutdown:
         return "out of time" if self._is_late and not by else f"preempted{by}"
 
     def close(self) -> None:
-        """Restores the signals' handlers."""
         if self._signals is not None:
             self._signals.close()
 
@@ -111,15 +109,12 @@ class StopSignals:
 
     There may be several, one of each checkpoint: all of them are asked, and the last to close restores the handlers.
     A second signal changes nothing: Slurm sends SIGTERM twice before SIGKILL.
-
-    Attributes:
-        number: the signal that asked, here or at the launcher; None where no rank or another one was asked.
     """
 
     def __init__(self, step: StepState) -> None:
         self._step = step
         self._process = os.getpid()
-        self.number: int | None = None
+        self.number: int | None = None  # the signal that asked, here or at the launcher
         _live.append(self)
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:

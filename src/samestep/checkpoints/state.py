@@ -32,15 +32,12 @@ _MOST_NAMES = 4  # differences of a kind that are named one by one
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What a checkpoint can hold."""
-
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
 def check_names(named: dict[str, Any]) -> None:
-    """Refuses what has no state."""
     if not named:
         raise UsageError("nothing to save: name at least one object, as in checkpoint(path, world, model=model)")
     for name, thing in named.items():
@@ -53,13 +50,9 @@ def check_names(named: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class ObjectState:
-    """The state of one named object.
+    """The state of one named object."""
 
-    Attributes:
-        about: what tells whether it fits another object, as JSON: its kind, and for an optimizer the shapes of its
-            parameters by group.
-    """
-
+    # whether it fits another object, as JSON: its kind, and of an optimizer the shapes of its parameters by group
     about: dict[str, Any]
     content: Any  # its state dict, with the names of bare modules
 

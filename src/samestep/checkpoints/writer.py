@@ -172,13 +172,10 @@ class AsyncWriter:
     The training waits for a copy into host buffers of our own, which the next save uses again, and for the write before
     this one: a slow disk holds the training up, and memory does not grow. The thread is not a daemon, so a process that
     ends waits for its last checkpoint.
-
-    Attributes:
-        write_seconds: how long the last writes took, whether they failed or not.
     """
 
     def __init__(self) -> None:
-        self.write_seconds: deque[float] = deque(maxlen=5)
+        self.write_seconds: deque[float] = deque(maxlen=5)  # of the last writes, whether they failed or not
         self._future: Future[SaveResult] | None = None
         self._job: Callable[[], SaveResult]
         self._thread: threading.Thread

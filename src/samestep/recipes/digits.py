@@ -69,7 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     made = common.parser("digits", "Train a small CNN on scikit-learn's handwritten digits.")
     common.add_training_options(made, epochs=15, batch_size=64, lr=3e-3)
     return made

@@ -115,7 +115,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     made = common.parser("text", "Train a small GPT over the bytes of Python's standard library.")
     common.add_training_options(made, epochs=1, batch_size=32, lr=3e-3)
     add = made.add_argument

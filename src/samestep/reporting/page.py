@@ -215,7 +215,6 @@ def _gantt(gantt: Gantt) -> dict[str, Any]:
 
 
 def _parts(analysis: RunAnalysis) -> list[dict[str, Any]]:
-    """Returns the phases of a step and their shares, for a bar."""
     account = analysis.account
     return [
         {

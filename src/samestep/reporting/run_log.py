@@ -71,7 +71,6 @@ class RankLog:
 
     @property
     def step(self) -> int:
-        """How many optimizer steps are finished."""
         return int(self.steps[-1]["step"]) if self.steps else 0
 
     def output(self, stream: str) -> Path:
@@ -81,22 +80,15 @@ class RankLog:
 
 @dataclass
 class Run:
-    """A run directory.
-
-    Attributes:
-        ranks: what the ranks have written, by attempt and rank.
-        problems: what could not be read, a line each.
-        checked: what --check says of itself at its end, None where it was not asked for, or is not over.
-        reader: what reads events; a view of the last steps need not read all.
-    """
+    """What a run directory says; `problems` could not be read."""
 
     path: Path
     about: Event = field(default_factory=dict)  # its run.json, {} where there is none
-    ranks: dict[tuple[int, int], RankLog] = field(default_factory=dict)
+    ranks: dict[tuple[int, int], RankLog] = field(default_factory=dict)  # by attempt and rank
     launcher_events: list[Event] = field(default_factory=list)  # the launcher's events
     findings: list[Event] = field(default_factory=list)  # those of --check, as `samestep verify --json` has them
-    checked: Event | None = None
-    reader: type[Reader] = field(default=Reader, repr=False)
+    checked: Event | None = None  # what --check says of itself; None where it was not asked for, or is not over
+    reader: type[Reader] = field(default=Reader, repr=False)  # a view of the last steps need not read all
     _launcher: Reader | None = field(default=None, repr=False)
     _checked: tuple[int, int] | None = field(default=None, repr=False)
 

@@ -215,7 +215,6 @@ def _silence(logs: Iterable[RankLog], now: float) -> float:
 
 
 def took(run: Run, now: float) -> float:
-    """Returns how long the run has been going, or went."""
     begins = [measured(log.begin.get("t")) for log in run.ranks.values() if log.begin]
     began = measured(run.about.get("began")) or min(begins, default=now)
     ended = measured(run.about.get("ended"))
@@ -225,7 +224,6 @@ def took(run: Run, now: float) -> float:
 
 
 def blamed(run: Run) -> int | None:
-    """Returns the rank that the launcher blames for the end of the run."""
     found = run.about.get("failure")
     rank = found.get("rank") if isinstance(found, dict) else None
     return rank if isinstance(rank, int) else None

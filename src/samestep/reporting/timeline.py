@@ -26,15 +26,11 @@ MOST_BUCKETS = 64  # of a rank
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """A rank in a step; times are microseconds from the begin of the rank that began first.
-
-    Attributes:
-        spans: (phase, begin, length, label); the label is a collective's name and place.
-        buckets: (number, bytes, ready, begun, done), None where nobody says.
-    """
+    """A rank in a step; times are microseconds from the begin of the rank that began first."""
 
     rank: int
-    spans: list[tuple[str, float, float, str]]
+    spans: list[tuple[str, float, float, str]]  # phase, begin, length, and a collective's name and place
+    # number, bytes, ready, begun, done; None where nobody says
     buckets: list[tuple[int, int, float | None, float | None, float | None]]
     more: int  # spans that were left out
 
@@ -273,7 +269,6 @@ def course(table: StepTable) -> Course:
 
 
 def ends(table: StepTable, edges: Sequence[int]) -> list[int]:
-    """Returns the last step of each range."""
     return [int(table.steps[edge - 1]) for edge in edges[1:]]
 
 

@@ -28,36 +28,24 @@ Unit = Literal["samples", "weight", "elements"]
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank had.
-
-    Attributes:
-        samples, weight: of a step, in the mean; without samestep's loader the weight is elements, the numbers in its
-            batches, and samples are 0.
-        least, most: the least and the most weight of a step.
-    """
+    """What one rank had of a step, in the mean."""
 
     rank: int
-    samples: float
-    weight: float
-    least: float
-    most: float
+    samples: float  # 0 without samestep's loader
+    weight: float  # without samestep's loader the numbers in its batches
+    least: float  # weight of a step
+    most: float  # likewise
     epoch: int  # the last
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The work of all ranks.
-
-    Attributes:
-        imbalance: by how much the rank that has most of a step has more than the mean, in the mean of the steps; None
-            where not all ranks tell it of the same steps.
-        follows: how much of the differences between the ranks' times the work explains, None where nothing differs.
-    """
-
     shares: tuple[Share, ...]  # by rank
     unit: Unit  # what the imbalance is of
+    # by how much the rank that has most of a step has more than the mean, in the mean of the steps; None where not all
+    # ranks tell it of the same steps
     imbalance: float | None
-    follows: float | None
+    follows: float | None  # how much of the ranks' differences in time the work explains, None where nothing differs
     cost: float  # seconds of a step that an even division would save
 
 

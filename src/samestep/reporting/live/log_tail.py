@@ -91,7 +91,6 @@ class LogTail:
     _stamp: tuple[int, int] | None = None
 
     def read(self) -> list[str]:
-        """Returns the last lines; none where there is no such file."""
         try:
             file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:

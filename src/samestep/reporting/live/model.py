@@ -167,7 +167,6 @@ class WatchModel:
 
     @cached_property
     def problem_ranks(self) -> list[int]:
-        """The ranks that somebody who looks for trouble should see."""
         return [rank for rank in self.ranks if self.row(rank).at.is_remarkable]
 
     @cached_property
@@ -245,7 +244,6 @@ def _has_first_stage(log: RankLog) -> bool:
 
 
 def path_as_said(path: Path) -> str:
-    """Returns a path as short as it can be said from here."""
     whole, here = _whole(path), _whole(Path())
     return str(whole.relative_to(here)) if whole.is_relative_to(here) else str(whole)
 

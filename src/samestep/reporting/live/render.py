@@ -69,7 +69,6 @@ class Marks:
         self.ascii_only = ascii_only
 
     def bar(self, spent: Mapping[str, float], width: int) -> Text:
-        """Returns the share of each phase in `width` cells."""
         text = Text(no_wrap=True)
         for name, count in largest_remainder(spent, width).items():
             symbol = PHASES[name].symbol
@@ -84,7 +83,6 @@ class Marks:
         return whole if len(whole) <= width else self.named([name for name in PHASES if name in present])
 
     def named(self, names: Sequence[str]) -> Text:
-        """Returns the letters of phases with their names."""
         text = Text(" ", no_wrap=True)
         for name in names:
             text.append(PHASES[name].symbol, self._styles[name] if self.colours else "bold")
