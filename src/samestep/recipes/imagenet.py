@@ -182,7 +182,6 @@ def top_1_and_5(
 
 
 def display(args: argparse.Namespace, world: samestep.World, training: Training, images: int) -> ProgressDisplay:
-    """Loss, learning rate and images a second."""
     rate = {"lr": lambda: f"{training.optimizer.param_groups[0]['lr']:g}"}
     return ProgressDisplay(
         "imagenet",
@@ -197,7 +196,6 @@ def display(args: argparse.Namespace, world: samestep.World, training: Training,
 
 
 def datasets(args: argparse.Namespace) -> tuple[Images, Images]:
-    """Training and validation images."""
     from samestep.recipes.images import DummyImages, train_and_val
 
     if args.dummy:

@@ -179,13 +179,11 @@ def architecture(name: str, *, classes: int, zero_init: bool = False) -> nn.Modu
 
 
 def torchvision_models(library: str) -> tuple[list[str], Callable[[str, int], nn.Module]]:
-    """The names that torchvision knows, and how it makes one."""
     models: ModuleType = import_module(f"{library}.models")
     return models.list_models(module=models), lambda name, classes: models.get_model(name, num_classes=classes)
 
 
 def timm_models(library: str) -> tuple[list[str], Callable[[str, int], nn.Module]]:
-    """The names that timm knows, and how it makes one."""
     timm = import_module(library)
     return timm.list_models(), lambda name, classes: timm.create_model(name, num_classes=classes)
 
@@ -195,7 +193,6 @@ CATALOGUES: dict[str, Catalogue] = {"torchvision": torchvision_models, "timm": t
 
 
 def unknown(name: str, known: list[str], missing: list[str]) -> str:
-    """What to say about a name that nobody knows."""
     close = difflib.get_close_matches(name, known, n=1)
     hint = f", did you mean {close[0]!r}?" if close else ":"
     more = f" and {len(known) - len(RESNETS)} more" if len(known) > len(RESNETS) else ""
@@ -204,5 +201,4 @@ def unknown(name: str, known: list[str], missing: list[str]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The reason, in one line."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
