@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 from sys import intern
-from typing import Any, overload
+from typing import Any
 
 from samestep.errors import UsageError
 from samestep.events import NON_TRAINING, PHASES, Reader
@@ -309,13 +309,7 @@ class Packed(Sequence[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(marshal.loads(self._bytes))  # noqa: S302
 
-    @overload
-    def __getitem__(self, place: int) -> Any: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[Any]: ...
-
-    def __getitem__(self, place: int | slice) -> Any:
+    def __getitem__(self, place: Any) -> Any:
         return list(self)[place]
 
 
