@@ -130,7 +130,17 @@ def train(args: argparse.Namespace) -> None:
         training = Training(args, world, train_set, seed)
         state = resumption(args, world, training)
         measure = functools.partial(top_1_and_5, training, val_set, world, args)
-        with display(args, world, training, len(train_set)) as show:
+        display = ProgressDisplay(
+            "imagenet",
+            world,
+            training.batches,
+            epochs=0 if args.evaluate else args.epochs,
+            items=len(train_set),
+            unit="images",
+            columns={"lr": lambda: f"{training.optimizer.param_groups[0]['lr']:g}"},
+            print_freq=args.print_freq,
+        )
+        with display as show:
             shares = None
             for epoch in () if args.evaluate else state.epochs(args.epochs):
                 show.begin(epoch)
@@ -179,20 +189,6 @@ def top_1_and_5(
     )
     top_1, top_5 = measured["shares"]
     return top_1, top_5
-
-
-def display(args: argparse.Namespace, world: samestep.World, training: Training, images: int) -> ProgressDisplay:
-    rate = {"lr": lambda: f"{training.optimizer.param_groups[0]['lr']:g}"}
-    return ProgressDisplay(
-        "imagenet",
-        world,
-        training.batches,
-        epochs=0 if args.evaluate else args.epochs,
-        items=images,
-        unit="images",
-        columns=rate,
-        print_freq=args.print_freq,
-    )
 
 
 def datasets(args: argparse.Namespace) -> tuple[Images, Images]:
