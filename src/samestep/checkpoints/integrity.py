@@ -20,9 +20,9 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 from samestep.checkpoints.directory import CheckpointDirectory, foreign_run, os_error_text
 from samestep.checkpoints.grid import PAYLOAD, file_of, shape_of
@@ -41,7 +41,6 @@ from samestep.errors import CheckpointError
 from samestep.files import open_private
 
 _LOG = logging.getLogger("samestep.checkpoint")
-_Result = TypeVar("_Result")
 
 _CHUNK = 1 << 20
 Entries = Mapping[str, Mapping[str, Any]]  # name of a tensor -> {"dtype", "shape"}, and "sha256" where it is known
@@ -210,17 +209,20 @@ def check(
         raise DamageError(message, MANIFEST)
     files = payloads(manifest)
     for name, entries in files.items():
-        _in_file(name, partial(check_payload, folder, name, entries, digests=digests, progress=progress))
+        with _damage_of(name):
+            check_payload(folder, name, entries, digests=digests, progress=progress)
     if extra := sorted({entry.name for entry in folder.iterdir()} - {MANIFEST, *files}):
         raise DamageError(f"{extra[0]!r} is no part of it; take it out", extra[0])
     placeholders = {name: Placeholder(name) for name in manifest.tensors}
-    for tree in (*manifest.state.values(), manifest.extra):
-        _in_file(MANIFEST, partial(decode, tree, placeholders))
+    with _damage_of(MANIFEST):
+        for tree in (*manifest.state.values(), manifest.extra):
+            decode(tree, placeholders)
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Returns the manifest in ``folder``, its own digest checked."""
-    return _in_file(MANIFEST, lambda: from_text(_manifest_text(folder)))
+    with _damage_of(MANIFEST):
+        return from_text(_manifest_text(folder))
 
 
 def latest_intact(directory: CheckpointDirectory) -> str | None:
@@ -247,10 +249,11 @@ def latest_intact(directory: CheckpointDirectory) -> str | None:
     return None
 
 
-def _in_file(name: str, action: Callable[[], _Result]) -> _Result:
-    """Returns what `action` returns; whatever is wrong is damage of the file `name`."""
+@contextmanager
+def _damage_of(name: str) -> Iterator[None]:
+    """Whatever is wrong within is damage of the file `name`."""
     try:
-        return action()
+        yield
     except DamageError:
         raise
     except CheckpointError as error:
