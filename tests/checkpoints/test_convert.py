@@ -32,9 +32,8 @@ from samestep.checkpoints.directory import CheckpointDirectory
 from samestep.checkpoints.encoder import Encoder
 from samestep.checkpoints.grid import PAYLOAD
 from samestep.checkpoints.integrity import read_manifest, verify
-from samestep.checkpoints.manifest import SCHEMA, Manifest
+from samestep.checkpoints.manifest import SCHEMA, Manifest, decode
 from samestep.checkpoints.reader import read_tensors
-from samestep.checkpoints.tree import decode
 from samestep.checkpoints.writer import write
 from samestep.cli import main
 from samestep.errors import CheckpointError

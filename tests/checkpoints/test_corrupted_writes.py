@@ -9,12 +9,12 @@ import torch
 from saved import train
 
 import samestep
-from samestep.checkpoints import payload, writer
+from samestep.checkpoints import directory, integrity
 from samestep.checkpoints.integrity import verify
 from samestep.errors import CheckpointError
 
 SOME, MANY = 12, 1000
-ORIGINAL = payload.open_new
+ORIGINAL = integrity.open_private
 
 
 class FaultyFile:
@@ -30,7 +30,7 @@ class FaultyFile:
         self.file.close()
 
     def write(self, piece):
-        data = bytearray(piece)
+        data = bytearray(piece.encode() if isinstance(piece, str) else piece)
         if 0 <= self.left < len(data):
             if self.kind == "flipped":
                 data[self.left] ^= 1 << (self.left % 8)
@@ -70,12 +70,11 @@ def test_what_was_written_wrongly_is_an_error_and_the_save_before_stays(tmp_path
     name, kind = stream.choice(sorted(sizes)), stream.choice(["flipped", "lost", "inverted", "inserted"])
     at, changed = stream.randrange(sizes[name]), []
 
-    def faulty(path):
-        file = ORIGINAL(path)
+    def faulty(path, mode, **more):
         if path.name != name:
-            return file
+            return ORIGINAL(path, mode, **more)
         changed.append(path)
-        return FaultyFile(file, at, kind)
+        return FaultyFile(ORIGINAL(path, "xb"), at, kind)
 
     with samestep.world(device="cpu") as world:
         model = net()
@@ -83,8 +82,8 @@ def test_what_was_written_wrongly_is_an_error_and_the_save_before_stays(tmp_path
         first = state.save()
         with torch.no_grad():
             model[0].weight += 1
-        for module in (payload, writer):
-            monkeypatch.setattr(module, "open_new", faulty)
+        for module in (integrity, directory):
+            monkeypatch.setattr(module, "open_private", faulty)
         state.step = 1
         with pytest.raises(CheckpointError, match="does not read back as it was in memory"):
             state.save()
@@ -97,7 +96,7 @@ def test_what_was_written_wrongly_is_an_error_and_the_save_before_stays(tmp_path
 
 
 def test_a_byte_that_flips_while_the_training_goes_on_is_reported_and_training_continues(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(payload, "open_new", lambda path: FaultyFile(ORIGINAL(path), 900, "flipped"))
+    monkeypatch.setattr(integrity, "open_private", lambda path, mode: FaultyFile(ORIGINAL(path, mode), 900, "flipped"))
     with pytest.raises(CheckpointError, match="does not read back"):
         train(tmp_path, steps=3)
     assert "training continues" in capsys.readouterr().err

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.checkpoints.encoder import Encoder
-from samestep.checkpoints.manifest import SCHEMA, Manifest, from_text, to_text
-from samestep.checkpoints.tree import decode
+from samestep.checkpoints.manifest import SCHEMA, Manifest, decode, from_text, to_text
 from samestep.errors import CheckpointError
 from samestep.testing import assert_same_bits
 

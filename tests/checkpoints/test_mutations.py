@@ -10,9 +10,8 @@ import pytest
 from saved import train
 
 from samestep.checkpoints.grid import PAYLOAD
-from samestep.checkpoints.integrity import read_manifest, verify
+from samestep.checkpoints.integrity import DamageError, layout, payloads, read_manifest, verify
 from samestep.checkpoints.manifest import MANIFEST
-from samestep.checkpoints.payload import DamageError, layout, payloads
 
 STEPS = ["step-00000001", "step-00000002", "step-00000003"]
 NEWEST = STEPS[-1]

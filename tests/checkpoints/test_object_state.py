@@ -10,9 +10,8 @@ from torch.optim import lr_scheduler as lrs
 import samestep
 from samestep.checkpoints.encoder import Encoder
 from samestep.checkpoints.integrity import read_manifest
-from samestep.checkpoints.manifest import MANIFEST, to_text
+from samestep.checkpoints.manifest import MANIFEST, decode, to_text
 from samestep.checkpoints.state import ObjectState, capture_state, check_names, first_lines, mismatches, restore_state
-from samestep.checkpoints.tree import decode
 from samestep.errors import CheckpointError, UsageError
 from samestep.testing import assert_same_bits
 

@@ -13,8 +13,7 @@ import samestep
 from samestep.checkpoints.encoder import Encoder
 from samestep.checkpoints.extra_state import RngStates
 from samestep.checkpoints.integrity import read_manifest
-from samestep.checkpoints.manifest import MANIFEST, to_text
-from samestep.checkpoints.tree import decode
+from samestep.checkpoints.manifest import MANIFEST, decode, to_text
 from samestep.errors import CheckpointError, SamestepError
 
 STATES = RngStates()

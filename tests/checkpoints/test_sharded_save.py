@@ -17,8 +17,7 @@ from torch import nn
 import samestep
 from samestep.checkpoints import convert, convert_worker, sharded_save
 from samestep.checkpoints.inspection import list_checkpoints
-from samestep.checkpoints.integrity import read_manifest, verify
-from samestep.checkpoints.payload import layout, payloads
+from samestep.checkpoints.integrity import layout, payloads, read_manifest, verify
 from samestep.checkpoints.reader import read_tensors
 from samestep.cli import main
 from samestep.errors import CheckpointError

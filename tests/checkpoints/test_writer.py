@@ -116,7 +116,7 @@ def test_a_save_that_fails_half_way_leaves_nothing_behind(directory, monkeypatch
     def refuse(descriptor):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(writer.os, "fsync", refuse)
+    monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(CheckpointError, match=r"cannot save .*step-00000002: Input/output error"):
         save(directory, 2, {"weight": torch.ones(3)})
     assert sorted(entry.name for entry in directory.path.iterdir()) == before

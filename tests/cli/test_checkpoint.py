@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.checkpoints.integrity import read_manifest
+from samestep.checkpoints.integrity import layout, payloads, read_manifest
 from samestep.checkpoints.manifest import MANIFEST, to_text
-from samestep.checkpoints.payload import layout, payloads
 from samestep.cli import main
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoints"))

@@ -25,7 +25,7 @@ import torch
 
 import samestep
 from samestep.checkpoints.encoder import Encoder
-from samestep.checkpoints.tree import decode
+from samestep.checkpoints.manifest import decode
 from samestep.data.audit import audit
 from samestep.data.ledger import START, chain_digest
 from samestep.data.order import SampleOrder

@@ -70,7 +70,7 @@ def test_a_slow_link_is_no_hang_and_no_slow_rank(tmp_path: Path, seconds: int) -
     assert said[0].count("in messages, and none is slower than the others: the network is slow") >= 1, said[0]
     assert json.loads((tmp_path / "0.json").read_text(encoding="utf-8"))["failure"] is None
     run = open_run(tmp_path / "run")
-    assert {event["kind"] for event in run.said} == {"network"}
+    assert {event["kind"] for event in run.launcher_events} == {"network"}
     for log in run.attempt(0):
         spent = {name: sum(event["spent"].get(name, 0.0) for event in log.steps) for name in ("wait", "collective")}
         assert sum(spent.values()) > 0.7 * sum(event["seconds"] for event in log.steps[1:])

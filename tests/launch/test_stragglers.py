@@ -145,7 +145,11 @@ def test_a_rank_that_turns_slow_is_named_within_20_steps_of_50_ms(tmp_path: Path
     (tmp_path / "train.py").write_text(textwrap.dedent(TURNS), encoding="utf-8")
     done = run(tmp_path, "--run-dir", "run", "train.py")
     assert done.returncode == 0, done.stderr
-    named = [event for event in open_run(tmp_path / "run").said if event["kind"] == "straggler" and event["step"] > 20]
+    named = [
+        event
+        for event in open_run(tmp_path / "run").launcher_events
+        if event["kind"] == "straggler" and event["step"] > 20
+    ]
     assert named[0]["text"].startswith("rank 1 is slow: its own work takes 1")
     assert named[0]["step"] <= 40
 

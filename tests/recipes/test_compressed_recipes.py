@@ -24,9 +24,10 @@ def digits_trained(seed, codec, *more):
     asked.compress = codec
     train_set, held_out = digits.load_digits()
     with samestep.world(seed=seed) as world:
-        training = digits.build(asked, world, train_set)
+        training = digits.Training(asked, world, train_set)
         for _ in range(asked.epochs):
-            training.epoch(after_step=training.batches.commit)
+            for _ in training.steps():
+                training.batches.commit()
 
         def predicted(batch):
             return training.scores(batch[0]), batch[1]
@@ -46,9 +47,10 @@ def text_trained(seed, codec, *more):
     folder = corpus.standard_library()
     train_set, held_out = corpus.train_and_held_out(folder, total=asked.bytes, context=asked.context)
     with samestep.world(seed=seed) as world:
-        training = text.build(asked, world, train_set)
+        training = text.Training(asked, world, train_set)
         for _ in range(asked.epochs):
-            training.epoch(after_step=training.batches.commit)
+            for _ in training.steps():
+                training.batches.commit()
         return text.bits_per_byte(training, held_out, world, asked.batch_size)
 
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import samestep
-from samestep.recipes import demo, equality
+from samestep.recipes import demo
 
 
 def test_it_trains_compares_and_says_where_its_files_lie(monkeypatch, tmp_path, capfd, two_ranks):
     """One epoch and three steps of it, of which the ranks are those of the session."""
-    trained = demo.train
+    trained, difference = demo.train, demo.difference
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "train", lambda words: trained([*words, "--epochs", "1"]))
-    monkeypatch.setattr(demo, "difference", lambda n: equality.difference(n, 3))
+    monkeypatch.setattr(demo, "difference", lambda n: difference(n, 3))
     started = {2: two_ranks, 1: lambda fn, *given: [fn(*given)]}
     monkeypatch.setattr(samestep, "spawn", lambda fn, n, *given: started[n](fn, *given))
     assert demo.main() == 0
@@ -58,7 +58,7 @@ def test_it_fails_when_the_training_failed(monkeypatch):
 
 @pytest.mark.prove
 def test_twenty_steps_move_the_parameters_far_beyond_the_tolerance():
-    assert float((equality.trained(1) - equality.trained(20)).abs().max()) > 0.01
+    assert float((demo.trained(1) - demo.trained(20)).abs().max()) > 0.01
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, None), (1, "cpu"), (2, None)])

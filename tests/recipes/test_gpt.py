@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from samestep.recipes.gpt import GPT
+from samestep.recipes.text import GPT
 
 
 @pytest.fixture

@@ -70,8 +70,9 @@ def trained(folder, *more):
     train_set, val_set = imagenet.datasets(asked)
     with pytest.MonkeyPatch.context() as patch, samestep.world(virtual_ranks=asked.virtual_ranks) as world:
         patch.setattr(imagenet, "architecture", small_or_by_name)
-        training = imagenet.build(asked, world, train_set, seed=0)
-        training.epoch(0.01, training.batches.commit)
+        training = imagenet.Training(asked, world, train_set, seed=0)
+        for _ in training.steps(0.01):
+            training.batches.commit()
         shares = imagenet.top_1_and_5(training, val_set, world, asked)
         state = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
     return state, shares
@@ -99,7 +100,7 @@ def test_accuracy_counts_every_validation_image_once(digit_folder):
     asked = parse([str(digit_folder), *SMALL])
     train_set, val_set = imagenet.datasets(asked)
     with samestep.world() as world:
-        training = imagenet.build(asked, world, train_set, seed=0)
+        training = imagenet.Training(asked, world, train_set, seed=0)
         top_1, top_5 = imagenet.top_1_and_5(training, val_set, world, asked)
         model = training.model.module.eval()
         with torch.no_grad():

@@ -25,7 +25,7 @@ def built(folder, world, *more):
     """A training in float64 with 10 sequences a step, and the held-out set."""
     asked = text.parser().parse_args([*SMALL, "--precision", "float64", "--batch-size", "10", *more])
     train_set, held_out = corpus.train_and_held_out(folder, total=90_000, context=64)
-    return text.build(asked, world, train_set), held_out
+    return text.Training(asked, world, train_set), held_out
 
 
 def test_bits_per_byte_fall_within_thirty_steps(modules, capsys):
@@ -53,21 +53,14 @@ def trained(folder, *more, steps=6):
         training.schedule = cosine(training.optimizer, 100, warm_up=2)
         losses = []
 
-        def after_step():
+        for _ in training.steps():
             training.batches.commit()
             losses.append(training.batches.loss)
             if len(losses) == steps:
-                raise Enough
-
-        with pytest.raises(Enough):
-            training.epoch(after_step)
+                break
         bits = text.bits_per_byte(training, held_out, world, 7)
         weights = torch.nn.utils.parameters_to_vector(training.model.parameters()).detach()
     return losses, weights, bits
-
-
-class Enough(Exception):  # noqa: N818
-    """As many steps as the test wants."""
 
 
 @pytest.mark.parametrize("more", [[], ["--micro-batch-size", "2"]], ids=["whole", "accumulated"])

@@ -9,9 +9,8 @@ from made_runs import OWN, T0, Made
 
 from chromium import PROGRAM, Browser
 from samestep.reporting.analysis import analyse
-from samestep.reporting.packed import PackingReader
 from samestep.reporting.page import render_page
-from samestep.reporting.run_log import open_run
+from samestep.reporting.run_log import PackingReader, open_run
 from samestep.reporting.summary import summary
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no chromium on this machine")

@@ -10,10 +10,9 @@ import pytest
 from made_runs import OWN, T0, Made
 
 from samestep.errors import UsageError
-from samestep.reporting import content
+from samestep.reporting import page
 from samestep.reporting.analysis import analyse
-from samestep.reporting.packed import PackingReader
-from samestep.reporting.run_log import open_run
+from samestep.reporting.run_log import PackingReader, open_run
 from samestep.reporting.summary import as_json, lines, summary
 from samestep.reporting.timeline import course, curves, idle, moments, ranges
 
@@ -159,8 +158,8 @@ def test_batches_of_a_loader_of_its_own_are_compared_by_the_numbers_in_them(tmp_
     found, ledger = advised(made), analyse(open_run(tmp_path)).ledger
     assert (ledger.unit, ledger.imbalance) == ("elements", pytest.approx(0.5))
     assert "50 % more numbers in batches than the mean" in found["imbalance"].text
-    assert content.shares(analyse(open_run(tmp_path)))[0][1::3] == ["not told", "not told"]
-    assert "numbers in batches (samples are told by samestep.shards alone)" in content.ledger_words(
+    assert page._shares(analyse(open_run(tmp_path)))[0][1::3] == ["not told", "not told"]
+    assert "numbers in batches (samples are told by samestep.shards alone)" in page._ledger_words(
         analyse(open_run(tmp_path))
     )
 
@@ -168,9 +167,9 @@ def test_batches_of_a_loader_of_its_own_are_compared_by_the_numbers_in_them(tmp_
 def test_work_that_not_all_ranks_tell_of_is_not_called_even(tmp_path):
     made = Made(tmp_path, ranks=3, work=lambda rank, step: {} if rank == 2 else {"samples": 8, "weight": 8, "epoch": 0})
     found = analysis_of(made)
-    assert content.ledger_words(found).startswith("Not all ranks say what they had")
+    assert page._ledger_words(found).startswith("Not all ranks say what they had")
     assert as_json(found, summary(found, T0))["imbalance"] is None
-    assert content.ledger_words(analysis_of(Made(tmp_path / "one", ranks=1, work=made.work))).startswith("One rank had")
+    assert page._ledger_words(analysis_of(Made(tmp_path / "one", ranks=1, work=made.work))).startswith("One rank had")
 
 
 def test_work_that_the_times_do_not_follow_costs_nothing(tmp_path):
@@ -182,7 +181,7 @@ def test_work_that_the_times_do_not_follow_costs_nothing(tmp_path):
 def test_the_exchange_is_hidden_as_far_as_it_passes_beside_the_backward(tmp_path):
     overlap = analysis_of(Made(tmp_path, buckets=2, transfer=5_000)).overlap
     # Two buckets, each 4 ms on its way from 10 us behind its last gradient; the backward ends when the second is full.
-    assert overlap.travelling == pytest.approx(8_000)
+    assert overlap.in_flight == pytest.approx(8_000)
     assert overlap.hidden == pytest.approx(3_990)
 
 

@@ -9,7 +9,7 @@ import pytest
 from made_runs import T0, Made
 
 from samestep.reporting.live import log_tail
-from samestep.reporting.live.log_tail import LatestReader, Tail, clean, forget, open_latest
+from samestep.reporting.live.log_tail import LatestReader, LogTail, clean, open_latest, trim
 from samestep.reporting.run_log import open_run
 from samestep.reporting.status import ranks_of
 
@@ -91,9 +91,9 @@ def test_what_is_kept_in_memory_has_a_limit(tmp_path):
     made.write()
     run = open_latest(tmp_path)
     for number in range(1, 2_000):
-        run.said.append({"number": number})
-    forget(run)
-    assert len(run.said) == len(run.ranks[0, 0].values) == log_tail.KEPT
+        run.launcher_events.append({"number": number})
+    trim(run)
+    assert len(run.launcher_events) == len(run.ranks[0, 0].values) == log_tail.KEPT
 
 
 def test_a_run_that_tells_of_millions_of_ranks_is_shown_as_far_as_a_screen_can(tmp_path):
@@ -107,7 +107,7 @@ def test_a_run_that_tells_of_millions_of_ranks_is_shown_as_far_as_a_screen_can(t
 def test_the_last_lines_of_output_are_read_and_no_more(tmp_path):
     file = tmp_path / "rank0.out"
     file.write_text("".join(f"line {number}\n" for number in range(100_000)))
-    tail = Tail(file)
+    tail = LogTail(file)
     assert tail.read()[-1] == "line 99999"
     assert sum(map(len, tail.lines)) < log_tail.TAIL
     assert tail.lines[0].startswith("line 9")  # not half of one
@@ -122,14 +122,14 @@ def test_the_last_lines_of_output_are_read_and_no_more(tmp_path):
 def test_one_line_longer_than_what_is_read_is_shown_in_part(tmp_path):
     file = tmp_path / "rank0.out"
     file.write_bytes(b"\xff" * (1 << 20))
-    (line,) = Tail(file).read()
+    (line,) = LogTail(file).read()
     assert len(line) == log_tail.LONGEST
 
 
 def test_what_is_no_file_has_no_lines(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", tmp_path / "absent", tmp_path / ("x" * 300)):
-        assert Tail(path).read() == []
+        assert LogTail(path).read() == []
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,15 @@ from made_runs import OWN, T0, Made
 from rich.console import Console
 
 from samestep.reporting.live.log_tail import open_latest
-from samestep.reporting.live.model import Scene, ViewState
-from samestep.reporting.live.render import PHASES, Marks, picture, snapshot
+from samestep.reporting.live.model import ViewState, WatchModel
+from samestep.reporting.live.render import PHASES, Marks, Renderer
 from samestep.reporting.run_log import LOOK, largest_remainder, recent_steps
 
 
 def drawn(made, width=80, height=24, choice=None, now=T0 + 1, output=(), **marks):
     """Returns the lines of a screen, as a terminal without colours gets them."""
-    scene = Scene(open_latest(made.path), choice or ViewState(), now)
-    return [line.plain for line in picture(scene, list(output), width, height, Marks(colours=False, **marks))]
+    scene = WatchModel(open_latest(made.path), choice or ViewState(), now)
+    return [line.plain for line in Renderer(scene, Marks(colours=False, **marks), width).screen(list(output), height)]
 
 
 def line_of(lines, text):
@@ -170,9 +170,9 @@ def test_a_run_that_goes_with_the_directory_one_stands_in_is_still_shown(tmp_pat
     made.write()
     monkeypatch.chdir(made.path)
     made.path = Path()
-    scene = Scene(open_latest(made.path), ViewState(), T0)
+    scene = WatchModel(open_latest(made.path), ViewState(), T0)
     shutil.rmtree(tmp_path / "run")
-    lines = [line.plain for line in picture(scene, [], 80, 24, Marks(colours=False))]
+    lines = [line.plain for line in Renderer(scene, Marks(colours=False), 80).screen([], 24)]
     assert " step 20 " in line_of(lines, "step 20 ")
     assert line_of(lines, "standard output").rstrip("─ ").endswith("0/node0/rank0.out")
 
@@ -251,7 +251,7 @@ def test_a_failed_run_says_why_and_shows_the_standard_error_of_whom_it_blames(tm
     assert "rank 2, standard error" in line_of(lines, "standard error")
     assert "ValueError: boom" in row_of(lines, 2)
     assert "was ended" in row_of(lines, 1)
-    scene = Scene(open_latest(tmp_path), ViewState(), T0)
+    scene = WatchModel(open_latest(tmp_path), ViewState(), T0)
     assert [scene.row(rank).at.level for rank in range(4)] == ["warn", "warn", "bad", "warn"]
     assert scene.row(3).at.text == "lost its peers"
 
@@ -288,7 +288,7 @@ def test_ranks_that_a_script_starts_by_itself_are_the_ones_that_are_shown(tmp_pa
     run = open_latest(tmp_path)
     run.refresh()
     assert [log.step for log in run.attempt(0)] == [20, 20]
-    assert Scene(run, ViewState(rank=1), T0).output() == spawned / "rank0.out"
+    assert WatchModel(run, ViewState(rank=1), T0).output() == spawned / "rank0.out"
 
 
 # --- how it looks -------------------------------------------------------------------------------------
@@ -357,8 +357,11 @@ def test_a_bar_has_as_many_cells_as_it_may(width):
 def test_a_snapshot_has_all_ranks_and_the_last_ten_lines(tmp_path):
     made = Made(tmp_path, ranks=64, steps=3)
     made.write()
-    scene = Scene(open_latest(tmp_path), ViewState(), T0)
-    lines = [line.plain for line in snapshot(scene, [f"line {n}" for n in range(50)], 100, Marks(colours=False))]
+    scene = WatchModel(open_latest(tmp_path), ViewState(), T0)
+    lines = [
+        line.plain
+        for line in Renderer(scene, Marks(colours=False), 100, is_live=False).whole([f"line {n}" for n in range(50)])
+    ]
     assert all(row_of(lines, rank) for rank in range(64))
     assert lines[-10:] == [f" line {n}" for n in range(40, 50)]
     assert not any("quit" in line for line in lines)
@@ -380,8 +383,8 @@ def test_nothing_from_the_files_is_obeyed(tmp_path):
     made.append(1, "end", 20, error=HOSTILE)
     made.append(1, "checkpoint", 20, seconds=1.0, path=HOSTILE, bytes=10**300, reason=HOSTILE)
     for panel in ("out", "events"):
-        scene = Scene(open_latest(tmp_path), ViewState(panel=panel), T0)
-        lines = [*picture(scene, [], 200, 60, Marks()), *snapshot(scene, [], 200, Marks())]
+        scene = WatchModel(open_latest(tmp_path), ViewState(panel=panel), T0)
+        lines = [*Renderer(scene, Marks(), 200).screen([], 60), *Renderer(scene, Marks(), 200, is_live=False).whole([])]
         console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="truecolor", markup=False)
         for line in lines:
             assert line.plain.isprintable(), line.plain

@@ -235,13 +235,13 @@ def test_an_exception_leaves_the_terminal_as_it_was(sit, made):
     code = f"""if True:
         from samestep import cli
         from samestep.reporting.live import app as view
-        picture, calls = view.picture, []
+        screen, calls = view.Renderer.screen, []
         def fails(*arguments):
             calls.append(1)
             if len(calls) > 1:
                 raise ZeroDivisionError("of the picture")
-            return picture(*arguments)
-        view.picture = fails
+            return screen(*arguments)
+        view.Renderer.screen = fails
         cli.main(["watch", {str(made.path)!r}])
     """
     master, slave = pty.openpty()

@@ -35,7 +35,7 @@ from samestep.checkpoints.directory import RetentionPolicy, latest_message
 from samestep.checkpoints.encoder import Encoder
 from samestep.checkpoints.extra_state import EXTRAS
 from samestep.checkpoints.interval import SaveInterval, SaveTimer, parse_interval
-from samestep.checkpoints.manifest import SCHEMA, Manifest
+from samestep.checkpoints.manifest import SCHEMA, Manifest, decode
 from samestep.checkpoints.pipeline_state import PipelineState
 from samestep.checkpoints.settings import Resume, differences, effective, settings_of, this_command
 from samestep.checkpoints.sharded_save import LocalShards
@@ -52,12 +52,13 @@ from samestep.checkpoints.state import (
     take_own,
 )
 from samestep.checkpoints.store import CheckpointStore
-from samestep.checkpoints.tree import decode
 from samestep.checkpoints.writer import THREAD, SaveResult
 from samestep.errors import CheckpointError, Preempted, UsageError
 from samestep.launch.rank.user_code import warn
+from samestep.pipelines.pipeline import Pipeline
 from samestep.progress import phase, resume_from, set_step
 from samestep.rankenv import variable
+from samestep.replicas.replicate import Replica
 from samestep.runtime.world import World
 
 __all__ = ["Checkpoint", "checkpoint"]
@@ -82,13 +83,6 @@ class _Data(Protocol):
     def commit(self) -> None: ...
 
     def state_dict(self) -> Any: ...
-
-
-@runtime_checkable
-class _Equalisable(Protocol):
-    """What may differ between ranks until it is saved; :class:`samestep.Replica` is one (local BatchNorm)."""
-
-    def sync_buffers(self) -> None: ...
 
 
 def checkpoint(
@@ -343,8 +337,8 @@ class Checkpoint:
     def _snapshot(self) -> tuple[Manifest, dict[str, Tensor], LocalShards]:
         """Every rank encodes: a state dict may be collective, and one that cannot be saved must fail everywhere."""
         for thing in self._named.values():
-            if isinstance(thing, _Equalisable):
-                thing.sync_buffers()
+            if isinstance(thing, Replica | Pipeline):
+                thing.sync_buffers()  # those of a local BatchNorm differ between the ranks
         encoder, pipelines = Encoder(), PipelineState(self._named)
         found = {
             name: gather_per_rank(thing, pipelines.full(name, self._state_of(name)), self._world)
@@ -457,7 +451,6 @@ class _MissingCommitCheck:
         self._stepped = True
 
     def begin_epoch(self, step: int) -> None:
-        """An epoch begins, after so many committed steps."""
         self._began, self._stepped = step, False
 
     def end_epoch(self, step: int) -> None:

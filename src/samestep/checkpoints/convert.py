@@ -28,9 +28,8 @@ from torch import Tensor
 
 from samestep.checkpoints.directory import complete, os_error_text, sync_folder
 from samestep.checkpoints.integrity import verify
-from samestep.checkpoints.manifest import to_text
+from samestep.checkpoints.manifest import decode, to_text
 from samestep.checkpoints.reader import read_tensors
-from samestep.checkpoints.tree import decode
 from samestep.errors import CheckpointError
 from samestep.rankenv import child_environment
 
@@ -38,21 +37,13 @@ SAMESTEP_KEY = "samestep"  # the entry that carries what other formats have no p
 
 
 def to_torch(folder: Path, destination: Path) -> None:
-    """Writes the checkpoint in `folder` as a file that `torch.load(weights_only=True)` reads.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or the file cannot be written.
-    """
+    """Writes the checkpoint in `folder` as a file that `torch.load(weights_only=True)` reads."""
     content = _content(folder)
     _write_atomically(destination, lambda path: torch.save(content, path))
 
 
 def to_dcp(folder: Path, destination: Path) -> None:
-    """Writes the checkpoint in `folder` as a directory of torch.distributed.checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or the directory cannot be written.
-    """
+    """Writes the checkpoint in `folder` as a directory of torch.distributed.checkpoint."""
     from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
     content = _content(folder)
@@ -68,14 +59,8 @@ def to_dcp(folder: Path, destination: Path) -> None:
 def from_foreign(source: Path, destination: Path, *, timeout: float, **request: Any) -> list[str]:
     """Writes what `source` holds as the directory of a run with one checkpoint; returns what was left out.
 
-    Args:
-        source: a file of `torch.save`, or a directory of torch.distributed.checkpoint.
-        destination: of the new directory.
-        timeout: seconds that reading may take.
-        request: step, epoch, kinds; see :func:`samestep.checkpoints.convert_worker.import_file`.
-
-    Raises:
-        CheckpointError: it cannot be read, or holds more than tensors and plain data.
+    `source` is a file of `torch.save` or a directory of torch.distributed.checkpoint; `timeout` are the seconds that
+    reading it may take, and `request` has the step, epoch and kinds that it does not tell.
     """
     left_out: list[str] = []
 

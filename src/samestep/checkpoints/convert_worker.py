@@ -40,8 +40,8 @@ from samestep._version import __version__
 from samestep.checkpoints.convert import SAMESTEP_KEY
 from samestep.checkpoints.directory import CheckpointDirectory
 from samestep.checkpoints.encoder import Encoder
-from samestep.checkpoints.manifest import SCHEMA, Manifest, from_text
-from samestep.checkpoints.tree import MAPPINGS, decode
+from samestep.checkpoints.manifest import MAPPINGS, SCHEMA, Manifest, decode, from_text
+from samestep.checkpoints.state import uncompiled
 from samestep.checkpoints.writer import write
 from samestep.errors import CheckpointError
 
@@ -101,7 +101,7 @@ def import_file(source: Path, into: Path, request: Mapping[str, Any]) -> list[st
     extra = states.pop(SAMESTEP_KEY, None)
     state = {name: encoder.encode(value, name) for name, value in states.items()}
     manifest = replace(manifest, schema=SCHEMA, state=state, extra=encoder.encode(extra, "extra"))
-    size = sum(tensor.numel() * tensor.element_size() for tensor in encoder.unsharded().values())
+    size = sum(tensor.nbytes for tensor in encoder.unsharded().values())
     if 0 < resource.getrlimit(resource.RLIMIT_AS)[0] < size:
         raise MemoryError  # a number that is stretched to terabytes takes memory only when it is written
     directory = CheckpointDirectory(into)
@@ -125,7 +125,6 @@ def _ours(content: Mapping[str, Any]) -> tuple[Manifest, dict[str, Any]]:
 
 
 def read_file(path: Path) -> Any:
-    """Returns what `torch.save` wrote."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (KeyError, IndexError, EOFError) as error:  # from an unpickler that met what is no pickle
@@ -133,11 +132,11 @@ def read_file(path: Path) -> Any:
 
 
 def read_directory(path: Path) -> dict[str, Any]:
-    """Returns what torch.distributed.checkpoint wrote."""
     content: dict[str, Any] = {}
     reader = _Reader(path)
     reader.read_metadata()  # what it refuses would below be told as "metadata is None"
-    _load_state_dict(content, storage_reader=reader, planner=_planner(), no_dist=True)
+    planner = _Planner()  # type: ignore[no-untyped-call]
+    _load_state_dict(content, storage_reader=reader, planner=planner, no_dist=True)
     return content
 
 
@@ -185,10 +184,6 @@ class _Planner(_EmptyStateDictLoadPlanner):
         super().load_bytes(read_item, saved)
 
 
-def _planner() -> _Planner:
-    return _Planner()  # type: ignore[no-untyped-call]
-
-
 def set_limits(source: Path, seconds: float) -> None:
     """Limits this process to what reading `source` can need."""
     files = [source] if source.is_file() else [entry for entry in source.iterdir() if entry.is_file()]
@@ -224,14 +219,9 @@ def _one_line(error: BaseException) -> str:
 def import_states(
     content: Mapping[str, Any], kinds: Mapping[str, str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any], list[str]]:
-    """Returns what tells about each state, the states, and the names of what is none.
+    """Returns what tells about each state of a foreign file, the states, and the names of what is none.
 
-    Args:
-        content: of a foreign file: states by name, or the state of one model.
-        kinds: name -> class, of optimizers and schedules.
-
-    Raises:
-        CheckpointError: there is no state, or a kind cannot be.
+    `kinds` are the classes of optimizers and schedules, by name.
     """
     if content and all(isinstance(value, Tensor) for value in content.values()):
         content = {"model": content}
@@ -286,7 +276,7 @@ def _is_optimizer(value: Mapping[Any, Any]) -> bool:
 
 def _bare(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The names without what DistributedDataParallel and torch.compile put before or between them."""
-    names = {name: ".".join(part for part in name.split(".") if part != "_orig_mod") for name in state}
+    names = {name: uncompiled(name) for name in state}
     while all(name.startswith("module.") for name in names.values()):
         names = {name: bare.removeprefix("module.") for name, bare in names.items()}
     if len(set(names.values())) != len(names):

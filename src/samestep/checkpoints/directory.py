@@ -72,11 +72,7 @@ class RetentionPolicy:
 
 
 class CheckpointDirectory:
-    """A directory of checkpoints, owned by this process until :meth:`close`.
-
-    Raises:
-        CheckpointError: the directory cannot be used, or another live run owns it.
-    """
+    """A directory of checkpoints, owned by this process until :meth:`close`; refused where another live run owns it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -108,7 +104,6 @@ class CheckpointDirectory:
         return f"{name}.{max(taken) + 1}" if taken else name
 
     def temporary(self, name: str) -> Path:
-        """Makes and returns a fresh folder in which ``name`` can be put together."""
         folder = self._unfinished(name)
         folder.mkdir(mode=0o700)
         return folder
@@ -151,7 +146,6 @@ class CheckpointDirectory:
         return folder
 
     def prune(self, retention: RetentionPolicy) -> None:
-        """Deletes the complete checkpoints that have expired."""
         for name in retention.expired(self.names()):
             # Renamed first: killed while deleting, half a checkpoint must not bear a complete one's name.
             expired = self._unfinished(name)
@@ -198,7 +192,6 @@ def complete(path: Path) -> list[str]:
 
 
 def is_complete(name: str) -> bool:
-    """Returns whether a folder of this name is a complete checkpoint."""
     return _COMPLETE.fullmatch(name) is not None
 
 
@@ -219,6 +212,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def write_synced(path: Path, text: str) -> None:
+    """Writes a new file that only this user may read, and that survives a power failure if its name does."""
+    with open_private(path, "x", encoding="ascii") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def os_error_text(error: OSError) -> str:
     """Returns in words why the operating system refused."""
     return _REASONS.get(error.errno or 0, f"{error.strerror or error}")
@@ -228,7 +229,6 @@ def os_error_text(error: OSError) -> str:
 
 
 def new_run_id() -> str:
-    """Returns an id that no other run has."""
     return secrets.token_hex(8)
 
 
@@ -247,10 +247,7 @@ def write_run_id(directory: Path, run: str) -> None:
     """Makes `directory` belong to a run; whoever reads meanwhile finds the old id or the new one."""
     fresh = directory / f"{RUN_FILE}.tmp"
     fresh.unlink(missing_ok=True)  # of a run that was killed here
-    with open_private(fresh, "x", encoding="ascii") as file:
-        file.write(f"{run} {_run_digest(run)}\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(fresh, f"{run} {_run_digest(run)}\n")
     fresh.rename(directory / RUN_FILE)
 
 

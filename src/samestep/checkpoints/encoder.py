@@ -20,8 +20,8 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
+from samestep.checkpoints.manifest import MAPPINGS, decode
 from samestep.checkpoints.sharding import is_sharded
-from samestep.checkpoints.tree import MAPPINGS, decode
 from samestep.errors import CheckpointError
 
 _ARRAYS = {("b", 1), *itertools.product("iu", (1, 2, 4, 8)), *itertools.product("f", (2, 4, 8)), ("c", 8), ("c", 16)}
@@ -43,11 +43,7 @@ class Encoder:
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, where: str) -> Any:
-        """Returns the JSON tree of ``value``; ``where`` names its tensors and is named in errors.
-
-        Raises:
-            CheckpointError: ``value`` holds something that is neither plain data nor a dense tensor.
-        """
+        """Returns the JSON tree of ``value``; ``where`` names its tensors and is named in errors."""
         if value is None or isinstance(value, bool | str):
             return value
         if isinstance(value, float):
@@ -74,11 +70,7 @@ class Encoder:
         )
 
     def unsharded(self) -> dict[str, Tensor]:
-        """Returns the tensors, where none is cut among the ranks.
-
-        Raises:
-            CheckpointError: one is.
-        """
+        """Returns the tensors; refuses one that is cut among the ranks."""
         for name in self.sharded:
             raise CheckpointError(f"cannot save {name}: a DTensor is cut among the ranks, and this is one rank's own")
         return self.tensors
@@ -117,18 +109,13 @@ class Encoder:
 
 
 def pack(value: Any, where: str) -> tuple[Any, bytes]:
-    """Returns the tree of ``value``, and its tensors as one piece of data (safetensors).
-
-    Raises:
-        CheckpointError: ``value`` holds something that cannot be packed; ``where`` is named.
-    """
+    """Returns the tree of ``value``, and its tensors as one piece of data (safetensors)."""
     encoder = Encoder()
     tree = encoder.encode(value, where)
     return tree, to_bytes({name: _plain(tensor, where) for name, tensor in encoder.unsharded().items()})
 
 
 def unpack(tree: Any, data: bytes) -> Any:
-    """Returns what :func:`pack` was given."""
     return decode(tree, from_bytes(data))
 
 

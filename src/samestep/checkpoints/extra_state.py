@@ -26,11 +26,7 @@ Named = Mapping[str, Any]
 
 
 class ExtraState(Protocol):
-    """One kind of state beside the objects.
-
-    Attributes:
-        key: under which it is saved.
-    """
+    """One kind of state beside the objects, saved under its key."""
 
     key: str
 
@@ -53,7 +49,6 @@ class VirtualRankBuffers:
     key = "virtual"
 
     def capture(self, world: World, named: Named) -> Any:
-        """Returns the number of virtual ranks, that of the CPU's threads, and the buffers."""
         if world.virtual is None:
             return None
         buffers = {name: engine.buffers.state() for name, engine in self._engines(named).items()}
@@ -83,7 +78,6 @@ class VirtualRankBuffers:
             )
 
     def restore(self, saved: Any, world: World, named: Named) -> None:
-        """Gives every slice its buffers back."""
         if saved is None or world.virtual is None:
             return
         for name, engine in self._engines(named).items():
@@ -133,7 +127,6 @@ class CompressionResiduals:
             )
 
     def restore(self, saved: Any, world: World, named: Named) -> None:
-        """Gives every rank its residual back."""
         for name, compression in _compressions(named).items():
             if name in (saved or {}):
                 of = saved[name]
@@ -186,14 +179,12 @@ class PipelineRng:
     key = "pipelines"
 
     def capture(self, world: World, named: Named) -> Any:  # noqa: ARG002
-        """Returns the state of each pipeline."""
         return {name: thing.rng.state() for name, thing in named.items() if isinstance(thing, Pipeline)} or None
 
     def check(self, saved: Any, world: World, named: Named) -> None:
         """Nothing can be wrong."""
 
     def restore(self, saved: Any, world: World, named: Named) -> None:  # noqa: ARG002
-        """Lets them go on."""
         for name, thing in named.items():
             if isinstance(thing, Pipeline) and name in (saved or {}):
                 thing.rng.load(saved[name])
@@ -211,7 +202,6 @@ class RngStates:
     key = "rng"
 
     def capture(self, world: World, named: Named) -> Any:  # noqa: ARG002
-        """Returns the streams of all ranks as they stand."""
         version, words, gauss = random.getstate()
         vector = np.random.get_state(legacy=False)  # noqa: NPY002  (the global stream is what user code draws from)
         rows = {
@@ -237,7 +227,6 @@ class RngStates:
         self._restorers(saved, world)
 
     def restore(self, saved: Any, world: World, named: Named) -> None:  # noqa: ARG002
-        """Puts this rank's streams back."""
         for put_back in self._restorers(saved, world):
             put_back()
 

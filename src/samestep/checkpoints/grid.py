@@ -22,14 +22,11 @@ PAYLOAD = "tensors.safetensors"
 
 
 def file_of(rank: int) -> str:
-    """Returns the name of the file that a rank writes."""
     return PAYLOAD if rank == 0 else f"tensors-{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a tensor."""
-
     offset: tuple[int, ...]  # where it begins, in each dim
     shape: tuple[int, ...]  # how long it is
 

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep.checkpoints.directory import complete, foreign_run, is_complete, os_error_text
-from samestep.checkpoints.integrity import check, read_manifest
-from samestep.checkpoints.manifest import MANIFEST, Manifest, bytes_of, values_of
-from samestep.checkpoints.payload import DamageError, ForeignError
-from samestep.checkpoints.tree import decode
+from samestep.checkpoints.integrity import DamageError, ForeignError, check, read_manifest
+from samestep.checkpoints.manifest import MANIFEST, Manifest, bytes_of, decode, values_of
 from samestep.errors import CheckpointError, UsageError
 
 _OF_DATA = {"order", "samples", "seed", "shuffle", "epoch", "cursor"}  # what the state of samestep.Shards holds
@@ -36,11 +34,7 @@ class DataAudit:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One checkpoint as it was found.
-
-    Attributes:
-        audits: name of the data -> what its ledger says, where that was asked for.
-    """
+    """One checkpoint as it was found; `audits` is what the ledger of each data says, where that was asked for."""
 
     folder: Path  # where it lies
     manifest: Manifest | None  # what it says of itself; None where that cannot be read
@@ -56,11 +50,7 @@ class CheckpointInfo:
 
 
 def list_checkpoints(path: Path) -> list[Path]:
-    """Returns the folders of the checkpoints that `path` means, oldest first: one step folder, or all of a run.
-
-    Raises:
-        UsageError: there are none.
-    """
+    """Returns the folders of the checkpoints that `path` means, oldest first: one step folder, or all of a run."""
     path = path.resolve()  # somebody's own link to a checkpoint is theirs to make; links inside are refused
     try:
         if is_complete(path.name) or (path / MANIFEST).exists():
@@ -163,8 +153,6 @@ def _consumed(state: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """One named object in a checkpoint."""
-
     name: str  # under which it was saved
     kind: str  # "module", an optimizer's class, or "object"
     tensors: int  # how many it holds; one that two objects share counts in both
@@ -209,8 +197,6 @@ def _tensors_of(tree: Any) -> set[str]:
 
 @dataclass
 class TreeNode:
-    """A level of names."""
-
     name: str  # the last piece of the name, or several of them: "0 … 11"
     form: str = ""  # dtype and shape, where a tensor ends here
     values: int = 0  # numbers in it and below

@@ -30,16 +30,12 @@ class SaveInterval:
 def parse_interval(every: int | str | None) -> SaveInterval:
     """Reads ``every`` of :func:`samestep.checkpoint`.
 
-    Raises:
-        UsageError: it is none of the forms; lists them.
-
-    Example:
-        >>> parse_interval(100)
-        SaveInterval(steps=100, seconds=None, epochs=1)
-        >>> parse_interval("10 min")
-        SaveInterval(steps=None, seconds=600.0, epochs=1)
-        >>> parse_interval("5 epochs")
-        SaveInterval(steps=None, seconds=None, epochs=5)
+    >>> parse_interval(100)
+    SaveInterval(steps=100, seconds=None, epochs=1)
+    >>> parse_interval("10 min")
+    SaveInterval(steps=None, seconds=600.0, epochs=1)
+    >>> parse_interval("5 epochs")
+    SaveInterval(steps=None, seconds=None, epochs=5)
     """
     if every is None:
         return SaveInterval()
@@ -72,13 +68,7 @@ def _parse_text(text: str) -> SaveInterval | None:
 
 
 class SaveTimer:
-    """Tells when an interval is over, alike on every rank.
-
-    Args:
-        interval: of the checkpoint.
-        world: its ranks.
-        reports: whether there are data, which report every step.
-    """
+    """Tells when an interval is over, alike on every rank; `reports` says that data report every step."""
 
     def __init__(self, interval: SaveInterval, world: World, *, reports: bool) -> None:
         self._interval = interval

@@ -17,7 +17,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -40,14 +41,30 @@ _SEAL = re.compile(r'\{\n "sha256": "([0-9a-f]{64})",\n')
 _DIGEST = re.compile("[0-9a-f]{64}")
 RUN_ID = re.compile(r"[0-9a-f]{8,64}", re.ASCII)
 
-ITEM_BYTES = {
-    **dict.fromkeys(("bool", "uint8", "int8"), 1),
-    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
-    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("uint32", "int32", "float32"), 4),
-    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
-    "complex128": 16,
+_DTYPES = {  # name in torch -> bytes of an item, and the name in safetensors
+    "bool": (1, "BOOL"),
+    "uint8": (1, "U8"),
+    "int8": (1, "I8"),
+    "uint16": (2, "U16"),
+    "int16": (2, "I16"),
+    "uint32": (4, "U32"),
+    "int32": (4, "I32"),
+    "uint64": (8, "U64"),
+    "int64": (8, "I64"),
+    "float16": (2, "F16"),
+    "bfloat16": (2, "BF16"),
+    "float32": (4, "F32"),
+    "float64": (8, "F64"),
+    "complex64": (8, "C64"),
+    "complex128": (16, "F64"),  # safetensors has none: stored as pairs of float64
+    "float8_e4m3fn": (1, "F8_E4M3"),
+    "float8_e5m2": (1, "F8_E5M2"),
+    "float8_e4m3fnuz": (1, "F8_E4M3FNUZ"),
+    "float8_e5m2fnuz": (1, "F8_E5M2FNUZ"),
+    "float8_e8m0fnu": (1, "F8_E8M0"),
 }
+ITEM_BYTES = {name: size for name, (size, _) in _DTYPES.items()}
+SAFETENSORS_NAMES = {name: stored for name, (_, stored) in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -89,16 +106,11 @@ def values_of(described: dict[str, Any]) -> int:
 
 
 def bytes_of(described: dict[str, Any]) -> int:
-    """Returns how many bytes it takes."""
     return ITEM_BYTES[described["dtype"]] * values_of(described)
 
 
 def to_text(manifest: Manifest) -> str:
-    """Returns the manifest as JSON, an entry a line; the first is the SHA-256 of the whole text.
-
-    Raises:
-        CheckpointError: it is longer than what :func:`from_text` would read.
-    """
+    """Returns the manifest as JSON, an entry a line; the first is the SHA-256 of the whole text."""
     entries = {"sha256": _UNSEALED, **vars(manifest)}
     lines = [f" {json.dumps(name)}: {json.dumps(entry, allow_nan=False)}" for name, entry in entries.items()]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
@@ -108,11 +120,7 @@ def to_text(manifest: Manifest) -> str:
 
 
 def from_text(text: str) -> Manifest:
-    """Reads what :func:`to_text` wrote.
-
-    Raises:
-        CheckpointError: the text is not such a manifest, was altered, or is of another schema.
-    """
+    """Reads what :func:`to_text` wrote; refuses what was altered, is of another schema, or no manifest."""
     seal = _SEAL.match(text)
     if seal is None:
         raise CheckpointError(f"{MANIFEST} is damaged: it does not begin with its own SHA-256")
@@ -239,3 +247,60 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "command": lambda words: isinstance(words, list) and all(map(_is_text, words)),
     "settings": _all(_is_object),
 }
+
+
+# --- the JSON tree of a state, read back; samestep.checkpoints.encoder writes it ----------------------------------
+
+MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+
+
+class Placeholder:
+    """Stands for a tensor where a tree is looked at and no tensor is read."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def numpy(self) -> None:
+        """An array is no tensor."""
+
+
+def decode(tree: Any, tensors: Mapping[str, Any]) -> Any:
+    """Returns the value that ``tree`` stands for, its tensors taken from ``tensors``."""
+    try:
+        return _decode(tree, tensors)
+    except RecursionError as error:
+        raise CheckpointError("malformed manifest: a state is nested too deeply") from error
+
+
+def _decode(tree: Any, tensors: Mapping[str, Any]) -> Any:
+    if isinstance(tree, list):
+        return [_decode(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if len(tree) != 1:
+        raise CheckpointError(f"malformed manifest: an object with the keys {str(sorted(tree))[:60]}")
+    ((kind, content),) = tree.items()
+    try:
+        return _decode_object(kind, content, tensors)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        # a whole state in an error message would be unreadable
+        start = repr(content[:60]) if isinstance(content, str) else f"a {type(content).__name__}"
+        raise CheckpointError(f"malformed manifest: {kind[:60]!r} cannot hold {start}") from error
+
+
+def _decode_object(kind: str, content: Any, tensors: Mapping[str, Any]) -> Any:
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "array":
+        return tensors[content].numpy()
+    if kind == "tuple":
+        return tuple(_decode(item, tensors) for item in content)
+    if kind == "float":
+        return float(content)
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    for mapping, name in MAPPINGS.items():
+        if kind == name:
+            pairs = content.items() if isinstance(content, dict) else content
+            return mapping({_decode(key, tensors): _decode(value, tensors) for key, value in pairs})
+    raise ValueError(kind)

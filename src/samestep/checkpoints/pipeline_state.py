@@ -25,11 +25,7 @@ from samestep.runtime.exchange import all_gather_json
 
 
 class PipelineState:
-    """What of the named objects is in stages. Collective: every rank must make it.
-
-    Raises:
-        CheckpointError: an optimizer has other groups on another stage.
-    """
+    """What of the named objects is in stages. Collective: every rank must make it."""
 
     def __init__(self, named: Mapping[str, Any]) -> None:
         self._pipelines = {name: thing for name, thing in named.items() if isinstance(thing, Pipeline)}

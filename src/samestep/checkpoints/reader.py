@@ -12,9 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from samestep.checkpoints.grid import PAYLOAD, Box, boxes, file_of
+from samestep.checkpoints.integrity import check_payload, payloads
 from samestep.checkpoints.manifest import Manifest
-from samestep.checkpoints.payload import check_payload, payloads
-from samestep.checkpoints.sharding import read_shards
 from samestep.checkpoints.writer import tensor_entry
 from samestep.errors import CheckpointError
 
@@ -22,19 +21,49 @@ from samestep.errors import CheckpointError
 def read_tensors(folder: Path, manifest: Manifest, targets: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Returns the tensors of a checkpoint in memory of their own: whole and on the CPU, but for those of `targets`.
 
-    Args:
-        folder: of the checkpoint.
-        manifest: of it.
-        targets: name -> DTensor. Of such a tensor only this rank's part is read, to the device of the target.
-
-    Raises:
-        CheckpointError: a payload does not hold what the manifest lists.
+    Of those, DTensors by name, only this rank's part is read, to the device of the target.
     """
     targets = targets or {}
     with _OpenPayloads(folder, manifest) as opened:
-        dtypes = {name: _dtype(manifest.tensors[name]) for name in targets}
-        cut = read_shards(targets, dtypes, {name: opened.boxes(name) for name in targets}, opened.slice)
+        cut = _read_shards(opened, manifest, targets)
         return {name: cut[name] if name in cut else opened.whole(name) for name in manifest.tensors}
+
+
+def _read_shards(opened: _OpenPayloads, manifest: Manifest, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns new DTensors, cut as `targets` are, which may be in use and are not touched. Not collective."""
+    if not targets:
+        return {}
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as Chunk
+    from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+
+    dtypes = {name: _dtype(manifest.tensors[name]) for name in targets}
+    made = {name: _empty(target, dtypes[name]) for name, target in targets.items()}
+    listed = {
+        name: TensorStorageMetadata(
+            properties=TensorProperties(dtype=dtypes[name]),
+            size=target.shape,
+            chunks=[Chunk(torch.Size(box.offset), torch.Size(box.shape)) for box in opened.boxes(name)],
+        )
+        for name, target in targets.items()
+    }
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(made), Metadata(state_dict_metadata=dict(listed)))
+    for item in planner.create_local_plan().items:
+        number = item.storage_index.index
+        assert number is not None
+        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        planner.resolve_tensor(item).copy_(opened.part(item.storage_index.fqn, number, list(box.shape), box))
+    return made
+
+
+def _empty(target: Any, dtype: torch.dtype) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    part = torch.empty_like(target.to_local(), dtype=dtype, requires_grad=False)
+    return DTensor.from_local(
+        part, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
+    )
 
 
 class _OpenPayloads(ExitStack):
@@ -60,17 +89,14 @@ class _OpenPayloads(ExitStack):
         entry = self._manifest.tensors[name]
         if name not in self._manifest.parts:
             # safetensors maps the file into memory; a copy does not depend on the file any more.
-            return self._part(name, 0, entry["shape"], None).clone()
+            return self.part(name, 0, entry["shape"]).clone()
         tensor = torch.empty(entry["shape"], dtype=_dtype(entry))
         for number, box in enumerate(self.boxes(name)):
-            tensor[_slices(box)] = self._part(name, number, list(box.shape), None)
+            tensor[_slices(box)] = self.part(name, number, list(box.shape))
         return tensor
 
-    def slice(self, name: str, number: int, box: Box) -> Tensor:
-        """Returns a box of a part, mapped from the file."""
-        return self._part(name, number, list(box.shape), box)
-
-    def _part(self, name: str, number: int, shape: list[int], box: Box | None) -> Tensor:
+    def part(self, name: str, number: int, shape: list[int], box: Box | None = None) -> Tensor:
+        """Returns a part of a tensor or a box of that part, mapped from the file."""
         grid = self._manifest.parts.get(name)
         file = file_of(0 if grid is None else grid["ranks"][number])
         opened = self._file(file)

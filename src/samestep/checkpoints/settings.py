@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep._version import __version__
 from samestep.checkpoints.manifest import Manifest
+from samestep.checkpoints.state import uncompiled
 from samestep.text import escape_control
 
 MASK = "***"
@@ -66,7 +67,6 @@ def command_line(words: Sequence[str]) -> list[str]:
 
 
 def this_command() -> list[str]:
-    """Returns the command line of this process, secrets masked."""
     return command_line(getattr(sys, "argv", []))  # an embedded interpreter may have none
 
 
@@ -89,7 +89,7 @@ def _settings(thing: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(thing, nn.Module):
         for count, (name, part) in enumerate(thing.named_modules()):
             if count < _MOST_MODULES and (settings := part.extra_repr()) and not list(part.children()):
-                bare = ".".join(piece for piece in name.split(".") if piece != "_orig_mod").removeprefix("module.")
+                bare = uncompiled(name).removeprefix("module.")
                 yield bare or "itself", f"{type(part).__name__}({settings[:_LONGEST_WORD]})"
     elif isinstance(thing, LRScheduler):
         for key, value in vars(thing).items():
@@ -126,13 +126,13 @@ def differences(
 ) -> list[str]:
     """Returns what a run was given otherwise than the one that saved, a phrase each.
 
-    Args:
-        manifest: of the checkpoint.
-        command: the command line of this run, secrets masked.
-        given: the settings of its objects before they loaded their state.
-        loaded: the same after it.
+    `given` are the settings of its objects before they loaded their state, `loaded` those after it.
     """
-    options, now_given = _changed_options(manifest.command, command), _options(command)
+    before, now_given = _options(manifest.command), _options(command)
+    names = [*now_given, *(name for name in before if name not in now_given)]
+    options = {
+        name: (before.get(name), now_given.get(name)) for name in names if before.get(name) != now_given.get(name)
+    }
     phrases = []
     for name, settings in given.items():
         saved, now = manifest.settings.get(name, {}), loaded.get(name, {})
@@ -183,12 +183,6 @@ def _option_text(option: str, was: str | None, now: str | None) -> str:
     if was is None:
         return f"{option} {now} was not given before".replace("  ", " ")
     return f"{option} {now} was {was}"
-
-
-def _changed_options(was: Sequence[str], now: Sequence[str]) -> dict[str, tuple[str | None, str | None]]:
-    before, after = _options(was), _options(now)
-    names = [*after, *(name for name in before if name not in after)]
-    return {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:

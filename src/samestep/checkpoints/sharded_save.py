@@ -48,15 +48,12 @@ _REPORTS = ({"error": str}, {"digests": dict[str, str]})
 
 @dataclass(frozen=True)
 class ShardReport:
-    """What one rank holds of tensors that are cut among the ranks.
-
-    Attributes:
-        forms: name -> {"dtype", "shape"} of the whole tensor, at every place, tied ones too.
-        boxes: name -> [offset, shape] of what this rank holds; without those of which it holds nothing.
-    """
+    """What one rank holds of tensors that are cut among the ranks."""
 
     names: list[str]  # under which they are saved; those of the first rank count
+    # {"dtype", "shape"} of the whole tensor, at every place, tied ones too
     forms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # [offset, shape] of what this rank holds; without those of which it holds nothing
     boxes: dict[str, list[list[int]]] = field(default_factory=dict)
     other: int = 0  # bytes of what is not cut, which the first rank writes
 
@@ -65,9 +62,6 @@ def plan_writes(reports: Sequence[ShardReport]) -> dict[str, dict[str, Any]]:
     """Returns the entries of `Manifest.parts`, from the reports of all ranks in their order.
 
     What the first rank writes whole is no part, and has none.
-
-    Raises:
-        CheckpointError: the ranks hold different tensors under one name, or not the whole of one.
     """
     names, forms = reports[0].names, reports[0].forms
     for rank, report in enumerate(reports):
@@ -121,11 +115,7 @@ def _assign_writers(
 
 
 class LocalShards:
-    """What this rank holds of an encoded state. Whole tensors may be added to the encoder's afterwards.
-
-    Attributes:
-        report: what the others are told.
-    """
+    """What this rank holds of an encoded state. Whole tensors may be added to the encoder's afterwards."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._tensors = encoder.tensors
@@ -156,11 +146,7 @@ class LocalShards:
 
 
 class ShardedSave:
-    """What the ranks of a run have agreed on.
-
-    Attributes:
-        key: names their messages; no other checkpoint of this process bears it.
-    """
+    """What the ranks of a run have agreed on; the `key` of their messages is no other checkpoint's of this process."""
 
     def __init__(self, world: World) -> None:
         self.key = ""
@@ -171,11 +157,7 @@ class ShardedSave:
         self._saves = 0
 
     def plan(self, shards: LocalShards) -> dict[str, dict[str, Any]]:
-        """Returns the entries of `Manifest.parts`, equal on all ranks. Collective.
-
-        Raises:
-            CheckpointError: on every rank, if what they hold is no whole.
-        """
+        """Returns the entries of `Manifest.parts`, equal on all ranks. Collective."""
         report = vars(shards.report)
         digest = hashlib.sha256(json.dumps(report).encode()).hexdigest() if shards.report.forms else ""
         known = all_gather_json(self._world.everyone, digest)
@@ -217,14 +199,10 @@ def parse_report(value: bytes, rank: int) -> dict[str, Any]:
 
 
 class StoreReports:
-    """The reports of some ranks' threads to that of the first.
+    """The reports of some ranks' threads to that of the first; nobody else in the store uses names with their `key`.
 
     Threads must not talk through a process group: their messages would fall between those of the training. The store's
     client is locked while somebody waits in it, so the threads have one of their own, and poll.
-
-    Args:
-        rank: of this process.
-        key: what they are about; nobody else in this store uses such a name.
     """
 
     def __init__(self, rank: int, key: str) -> None:

@@ -15,13 +15,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from samestep.checkpoints.grid import Box
-from samestep.checkpoints.manifest import Manifest
-from samestep.checkpoints.tree import MAPPINGS, decode
+from samestep.checkpoints.manifest import MAPPINGS, Manifest, Placeholder, decode
 from samestep.errors import CheckpointError
 
 
@@ -63,33 +61,18 @@ def _reduced(tensor: Any) -> Tensor:
 # --- what is wanted cut -------------------------------------------------------------------------------------
 
 
-class _Placeholder:
-    """Stands for a tensor of a checkpoint that has not been read yet."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def numpy(self) -> None:
-        """An array is whole."""
-
-
 def target_shardings(
     manifest: Manifest, named: Mapping[str, Any], content_of: Callable[[Any], Any]
 ) -> dict[str, Tensor]:
     """Returns which tensors of a checkpoint are to be cut as which DTensor of the objects that will take them.
 
-    Args:
-        manifest: of the checkpoint.
-        named: the objects.
-        content_of: returns the present state of one that is no optimizer.
-
-    Raises:
-        CheckpointError: one tensor of the checkpoint is wanted in two ways.
+    `content_of` returns the present state of an object that is no optimizer. One tensor that is wanted in two ways is
+    an error.
     """
     found: dict[str, Any] = {}
     if "torch.distributed.tensor" not in sys.modules:
         return found
-    placeholders = {name: _Placeholder(name) for name in manifest.tensors}
+    placeholders = {name: Placeholder(name) for name in manifest.tensors}
     for key in manifest.state.keys() & named.keys():
         saved = decode(manifest.state[key], placeholders)
         thing = named[key]
@@ -107,7 +90,7 @@ def target_shardings(
     return found
 
 
-def _of_optimizer(saved: Any, optimizer: Optimizer) -> Iterator[tuple[_Placeholder, Tensor]]:
+def _of_optimizer(saved: Any, optimizer: Optimizer) -> Iterator[tuple[Placeholder, Tensor]]:
     """State of a parameter's shape is cut as the parameter is; the rest, such as a count of steps, is every rank's."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     try:
@@ -115,15 +98,15 @@ def _of_optimizer(saved: Any, optimizer: Optimizer) -> Iterator[tuple[_Placehold
         owners = dict(zip(numbers, parameters, strict=False))
         for number, entries in saved["state"].items():
             for value in entries.values():
-                if isinstance(value, _Placeholder) and number in owners:
+                if isinstance(value, Placeholder) and number in owners:
                     yield value, owners[number]
     except (LookupError, TypeError, AttributeError):
         return  # no state of an optimizer, which is told in words when it is compared
 
 
-def _pairs(saved: Any, present: Any) -> Iterator[tuple[_Placeholder, Tensor]]:
+def _pairs(saved: Any, present: Any) -> Iterator[tuple[Placeholder, Tensor]]:
     """Every tensor of a saved state, with the tensor of the present one that says how it is cut."""
-    if isinstance(saved, _Placeholder):
+    if isinstance(saved, Placeholder):
         if isinstance(present, Tensor):
             yield saved, present
     elif type(saved) in MAPPINGS and isinstance(present, Mapping):
@@ -132,54 +115,3 @@ def _pairs(saved: Any, present: Any) -> Iterator[tuple[_Placeholder, Tensor]]:
     elif isinstance(saved, list | tuple) and isinstance(present, list | tuple):
         for one, other in zip(saved, present, strict=False):
             yield from _pairs(one, other)
-
-
-# --- reading ------------------------------------------------------------------------------------------------
-
-
-def read_shards(
-    targets: Mapping[str, Tensor],
-    dtypes: Mapping[str, torch.dtype],
-    boxes: Mapping[str, list[Box]],
-    read: Callable[[str, int, Box], Tensor],
-) -> dict[str, Tensor]:
-    """Returns new DTensors, cut as `targets` are, with what a checkpoint holds of this rank's parts. Not collective.
-
-    Args:
-        targets: name -> a DTensor; may be a parameter in use, and is not touched.
-        dtypes: name -> type of what is saved.
-        boxes: name -> how it lies there.
-        read: returns a box of a part, from a name, the number of the part, and where the box lies in it.
-    """
-    if not targets:
-        return {}
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as Chunk
-    from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
-
-    made = {name: _empty(target, dtypes[name]) for name, target in targets.items()}
-    listed = {
-        name: TensorStorageMetadata(
-            properties=TensorProperties(dtype=dtypes[name]),
-            size=target.shape,
-            chunks=[Chunk(torch.Size(box.offset), torch.Size(box.shape)) for box in boxes[name]],
-        )
-        for name, target in targets.items()
-    }
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(made), Metadata(state_dict_metadata=dict(listed)))
-    for item in planner.create_local_plan().items:
-        number = item.storage_index.index
-        assert number is not None
-        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        planner.resolve_tensor(item).copy_(read(item.storage_index.fqn, number, box))
-    return made
-
-
-def _empty(target: Any, dtype: torch.dtype) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    part = torch.empty_like(target.to_local(), dtype=dtype, requires_grad=False)
-    return DTensor.from_local(
-        part, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
-    )

@@ -40,14 +40,8 @@ _SCONTROL_TIMEOUT_S = 10.0
 class GracefulShutdown:
     """The end of a run that is not finished.
 
-    Args:
-        world: its ranks. Requests must be enabled before :meth:`install_handlers` is called.
-        reports: whether there are data, which report every step.
-        saves: whether anything is saved; who does not save has no reason to leave.
-        time_limit: of :func:`samestep.checkpoint`.
-
-    Raises:
-        UsageError: the time limit is no time, or the ranks have no means to agree on the step to save.
+    The world's requests must be enabled before :meth:`install_handlers` is called. `reports` says that there are data,
+    which report every step; `saves` whether anything is saved: who does not save has no reason to leave.
     """
 
     def __init__(self, world: World, *, reports: bool, saves: bool, time_limit: float | str | None) -> None:
@@ -66,7 +60,6 @@ class GracefulShutdown:
             )
 
     def install_handlers(self) -> None:
-        """Takes the signals, where that is possible."""
         if self.is_possible:
             self._signals = StopSignals(self._world.step)
 
@@ -104,7 +97,6 @@ class GracefulShutdown:
         return "out of time" if self._is_late and not by else f"preempted{by}"
 
     def close(self) -> None:
-        """Restores the signals' handlers."""
         if self._signals is not None:
             self._signals.close()
 
@@ -117,15 +109,12 @@ class StopSignals:
 
     There may be several, one of each checkpoint: all of them are asked, and the last to close restores the handlers.
     A second signal changes nothing: Slurm sends SIGTERM twice before SIGKILL.
-
-    Attributes:
-        number: the signal that asked, here or at the launcher; None where no rank or another one was asked.
     """
 
     def __init__(self, step: StepState) -> None:
         self._step = step
         self._process = os.getpid()
-        self.number: int | None = None
+        self.number: int | None = None  # the signal that asked, here or at the launcher
         _live.append(self)
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
@@ -215,12 +204,8 @@ class Deadline:
 def parse_time_limit(given: float | str | None, now: float) -> Deadline | None:
     """Reads ``time_limit`` of :func:`samestep.checkpoint`, which counts from now on; None where there is none.
 
-    Raises:
-        UsageError: it is no time.
-
-    Example:
-        >>> parse_time_limit("2 h", now=1000.0).at
-        8200.0
+    >>> parse_time_limit("2 h", now=1000.0).at
+    8200.0
     """
     if given is None:
         return None
@@ -235,9 +220,8 @@ def parse_time_limit(given: float | str | None, now: float) -> Deadline | None:
 def slurm_deadline(now: float) -> Deadline | None:
     """Returns when Slurm ends the job that this process belongs to; None where there is none, or nobody knows.
 
-    Args:
-        now: on the monotonic clock. Slurm says it in seconds since 1970, in SLURM_JOB_END_TIME, or where it does not
-            set that (22.05 does not), when it is asked once.
+    Slurm says it in seconds since 1970, in SLURM_JOB_END_TIME, or where it does not set that (22.05 does not), when it
+    is asked once. `now` is on the monotonic clock.
     """
     shift = now - time.time()  # from seconds since 1970
     end = variable("SLURM_JOB_END_TIME", "") or ""

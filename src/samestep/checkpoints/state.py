@@ -32,21 +32,12 @@ _MOST_NAMES = 4  # differences of a kind that are named one by one
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What a checkpoint can hold."""
+    def state_dict(self) -> Any: ...
 
-    def state_dict(self) -> Any:
-        """Returns the state."""
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Takes the state over."""
+    def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
 def check_names(named: dict[str, Any]) -> None:
-    """Refuses what has no state.
-
-    Raises:
-        UsageError: an object lacks ``state_dict`` or ``load_state_dict``, or nothing was named.
-    """
     if not named:
         raise UsageError("nothing to save: name at least one object, as in checkpoint(path, world, model=model)")
     for name, thing in named.items():
@@ -59,13 +50,9 @@ def check_names(named: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class ObjectState:
-    """The state of one named object.
+    """The state of one named object."""
 
-    Attributes:
-        about: what tells whether it fits another object, as JSON: its kind, and for an optimizer the shapes of its
-            parameters by group.
-    """
-
+    # whether it fits another object, as JSON: its kind, and of an optimizer the shapes of its parameters by group
     about: dict[str, Any]
     content: Any  # its state dict, with the names of bare modules
 
@@ -83,11 +70,7 @@ def capture_state(thing: Stateful) -> ObjectState:
 
 
 def restore_state(thing: Stateful, saved: ObjectState) -> None:
-    """Lets ``thing`` take over what :func:`capture_state` returned, in place and on its own device.
-
-    Raises:
-        CheckpointError: it is no state of such an optimizer.
-    """
+    """Lets ``thing`` take over what :func:`capture_state` returned, in place and on its own device."""
     state = saved.content
     if isinstance(thing, nn.Module):
         names = _bare_names(thing, thing.state_dict())
@@ -109,10 +92,10 @@ def _bare_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
 
     Which parts of a name are wrappers is known from the modules: a user's own submodule may be called "module".
     """
-    wrapped = [_uncompiled(name) for name, part in module.named_modules() if isinstance(part, DistributedDataParallel)]
+    wrapped = [uncompiled(name) for name, part in module.named_modules() if isinstance(part, DistributedDataParallel)]
     names = {}
     for key in state:
-        bare = _uncompiled(key)
+        bare = uncompiled(key)
         for name in wrapped:
             inside = f"{name}.module." if name else "module."
             if bare.startswith(inside):
@@ -123,7 +106,8 @@ def _bare_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _uncompiled(name: str) -> str:
+def uncompiled(name: str) -> str:
+    """Returns a name without what torch.compile puts into it."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
@@ -146,12 +130,7 @@ def _class_name(thing: object) -> str:
 
 
 def gather_per_rank(thing: Any, state: ObjectState, world: World) -> ObjectState:
-    """Returns the state of `thing` with every rank's own entry (`per_rank`) in it. Collective where it has one.
-
-    Raises:
-        CheckpointError: the entry is no plain data.
-        PeerError: that of another rank is not.
-    """
+    """Returns the state of `thing` with every rank's own entry (`per_rank`) in it. Collective where it has one."""
     key = getattr(thing, "per_rank", None)
     if key is None:
         return state
@@ -178,12 +157,7 @@ def take_own(state: ObjectState, world: World) -> ObjectState:
 
 
 def mismatches(saved: dict[str, ObjectState], present: dict[str, ObjectState]) -> list[str]:
-    """Returns what keeps the ``saved`` states from fitting the ``present`` ones, a line each; empty if they fit.
-
-    Args:
-        saved: name -> result of :func:`capture_state`, as read.
-        present: name -> result of :func:`capture_state` of the objects that are to be loaded.
-    """
+    """Returns what keeps the ``saved`` states from fitting the ``present`` ones, both by name, a line each."""
     lines = [
         f"{name}: in the checkpoint, not named here; name it, as in checkpoint(…, {name}=…)"
         for name in saved

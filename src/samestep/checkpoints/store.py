@@ -38,12 +38,7 @@ Targets = Callable[[Manifest], Mapping[str, Tensor]]  # which tensors are read o
 class CheckpointStore:
     """The checkpoints in one directory. Collective, as are its methods but :meth:`poll` and :meth:`close`.
 
-    Attributes:
-        path: the directory.
-        run: the id of the run, equal on all ranks; known from :meth:`latest` on.
-
-    Raises:
-        CheckpointError: the directory cannot be used, or another live run uses it.
+    `run` is the id of the run, equal on all ranks, and known from :meth:`latest` on.
     """
 
     def __init__(self, path: Path, world: World) -> None:
@@ -97,8 +92,7 @@ class CheckpointStore:
     def start_save(self, manifest: Manifest, shards: LocalShards, retention: RetentionPolicy) -> SaveResult | None:
         """Begins to write rank 0's ``manifest`` and what every rank holds, and then to delete what has expired.
 
-        Returns:
-            What became of the write before it, which is waited for, where nobody has been told yet.
+        Returns what became of the write before it, which is waited for, where nobody has been told yet.
         """
         parts = self._sharded.plan(shards)
         before = self._writer.wait()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import shutil
 import threading
 import time
@@ -27,10 +26,10 @@ import torch
 from torch import Tensor
 
 from samestep import events
-from samestep.checkpoints.directory import CheckpointDirectory, os_error_text, sync_folder
+from samestep.checkpoints.directory import CheckpointDirectory, os_error_text, sync_folder, write_synced
 from samestep.checkpoints.grid import file_of
+from samestep.checkpoints.integrity import write_payload
 from samestep.checkpoints.manifest import MANIFEST, Manifest, to_text
-from samestep.checkpoints.payload import open_new, write_payload
 from samestep.errors import CheckpointError
 from samestep.runtime.digest import bytes_of
 from samestep.text import bytes_text
@@ -41,10 +40,9 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 @dataclass(frozen=True)
 class RemoteWriters:
-    """The ranks that write files of their own into a folder which the first has made.
+    """The ranks that write files of their own into an unfinished checkpoint that the first has made.
 
-    Attributes:
-        collect: waits for what :func:`write_shard` returns on each of them, and returns it by rank.
+    `collect` waits for what :func:`write_shard` returns on each of them, and returns it by rank.
     """
 
     folder: Path  # the unfinished checkpoint
@@ -57,19 +55,10 @@ def write(
     tensors: Mapping[str, Tensor],
     remote: RemoteWriters | None = None,
 ) -> Path:
-    """Writes ``tensors`` and ``manifest`` (its digests are filled in here) into ``directory``.
+    """Writes ``tensors`` of this rank and ``manifest`` into ``directory``; returns the new checkpoint's folder.
 
-    Args:
-        directory: of the run.
-        manifest: its table of tensors may be empty where nobody else writes.
-        tensors: what this rank writes of them.
-        remote: who writes the rest; nobody by default.
-
-    Returns:
-        The folder of the new checkpoint.
-
-    Raises:
-        CheckpointError: the disk is full or refuses, here or on another rank; what was there before is untouched.
+    The manifest's digests are filled in here, and its table of tensors where nobody else (`remote`) writes. Where the
+    disk is full or refuses, here or on another rank, what was there before is untouched.
     """
     manifest = replace(manifest, tensors=manifest.tensors or {key: tensor_entry(one) for key, one in tensors.items()})
     remote = remote or RemoteWriters(begin_folder(directory, manifest, tensors), dict)
@@ -112,10 +101,7 @@ def _write_folder(final: Path, manifest: Manifest, tensors: Mapping[str, Tensor]
         finally:
             reports = remote.collect()  # in any case: nobody writes any more into a folder that is removed
         complete = _with_digests(manifest, {0: {"digests": digests}, **reports}, final)
-        with open_new(folder / MANIFEST) as file:
-            file.write(to_text(complete).encode("ascii"))
-            file.flush()
-            os.fsync(file.fileno())  # [3]
+        write_synced(folder / MANIFEST, to_text(complete))  # [3]
         sync_folder(folder)  # [4]
         folder.rename(final)  # [5]
         sync_folder(final.parent)  # [6]
@@ -139,14 +125,10 @@ def _with_digests(manifest: Manifest, reports: Mapping[int, dict[str, Any]], fin
 def _write_payload(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Writes the file of a rank, if there is room for it, and returns the digests of the tensors in it."""
     _require_space(folder.parent, _size(tensors))
-    stored = {name: storable(tensor) for name, tensor in tensors.items()}
+    # as they are stored: on the CPU, their elements one after another
+    stored = {name: one.detach().resolve_conj().resolve_neg().cpu().contiguous() for name, one in tensors.items()}
     data = {name: bytes_of(tensor).numpy().data for name, tensor in stored.items()}
     return write_payload(folder / file_of(rank), {name: tensor_entry(one) for name, one in tensors.items()}, data)
-
-
-def storable(tensor: Tensor) -> Tensor:
-    """Returns ``tensor`` as it is stored: on the CPU, its elements one after another."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def tensor_entry(tensor: Tensor) -> dict[str, Any]:
@@ -155,7 +137,7 @@ def tensor_entry(tensor: Tensor) -> dict[str, Any]:
 
 
 def _size(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _require_space(path: Path, needed: int) -> None:
@@ -190,13 +172,10 @@ class AsyncWriter:
     The training waits for a copy into host buffers of our own, which the next save uses again, and for the write before
     this one: a slow disk holds the training up, and memory does not grow. The thread is not a daemon, so a process that
     ends waits for its last checkpoint.
-
-    Attributes:
-        write_seconds: how long the last writes took, whether they failed or not.
     """
 
     def __init__(self) -> None:
-        self.write_seconds: deque[float] = deque(maxlen=5)
+        self.write_seconds: deque[float] = deque(maxlen=5)  # of the last writes, whether they failed or not
         self._future: Future[SaveResult] | None = None
         self._job: Callable[[], SaveResult]
         self._thread: threading.Thread

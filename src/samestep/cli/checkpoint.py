@@ -25,8 +25,8 @@ from samestep.checkpoints.inspection import (
     tensor_tree,
     virtual_ranks,
 )
+from samestep.checkpoints.integrity import ForeignError, payloads
 from samestep.checkpoints.manifest import Manifest
-from samestep.checkpoints.payload import ForeignError, payloads
 from samestep.cli.checks import check_json
 from samestep.cli.options import Parser, some_seconds, whole
 from samestep.cli.result import write_json

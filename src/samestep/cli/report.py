@@ -48,9 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     from samestep.reporting.analysis import analyse
-    from samestep.reporting.content import json_safe
-    from samestep.reporting.packed import PackingReader
-    from samestep.reporting.run_log import latest_run, open_run
+    from samestep.reporting.run_log import PackingReader, json_safe, latest_run, open_run
     from samestep.reporting.summary import as_json, lines, summary
     from samestep.reporting.trace import trace
 

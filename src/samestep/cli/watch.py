@@ -67,8 +67,8 @@ def _watch(options: argparse.Namespace) -> int:
         raise UsageError(escape_control(error)) from error
     console = Console(highlight=False, markup=False, emoji=False)
     view = WatchApp(run, console, ViewState(rank=options.rank))
-    if options.rank is not None and options.rank not in view.scene.ranks:
-        raise UsageError(f"--rank {options.rank}: {escape_control(path)} has {_ranks(view.scene.ranks)}")
+    if options.rank is not None and options.rank not in view.model.ranks:
+        raise UsageError(f"--rank {options.rank}: {escape_control(path)} has {_ranks(view.model.ranks)}")
     if options.once or not console.is_terminal or console.is_dumb_terminal:
         view.once()
         return 0

@@ -22,24 +22,6 @@ from torch.optim.lr_scheduler import LambdaLR
 import samestep
 from samestep.compress import CODEC_NAMES
 
-__all__ = [
-    "add_training_options",
-    "add_virtual_ranks",
-    "at_least_float32",
-    "autocast",
-    "both",
-    "cosine",
-    "cosine_factor",
-    "count",
-    "dtype",
-    "load_weights",
-    "make_checkpoint",
-    "not_negative",
-    "parser",
-    "positive",
-    "run_main",
-]
-
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "float64": torch.float64}
 EXTRAS = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
@@ -51,29 +33,19 @@ def make_checkpoint(
     return samestep.checkpoint(args.checkpoint, world, every=args.save_every, batches=batches, **named)
 
 
-def both(first: Callable[[], Any], second: Callable[[], Any]) -> Callable[[], None]:
-    """A function that calls one, then the other."""
-
-    def call() -> None:
-        first()
-        second()
-
-    return call
-
-
 def parser(name: str, description: str) -> argparse.ArgumentParser:
     """A parser whose errors are one line, `name: error: …`."""
     started = f"python -m samestep.recipes.{name}"
-    return OneLineParser(
+    return _OneLineParser(
         prog=name,
         description=description,
         epilog=f"one process: {started}; several: samestep run -n 2 -m samestep.recipes.{name}, or torchrun",
-        formatter_class=HelpWithDefaults,
+        formatter_class=_HelpWithDefaults,
         allow_abbrev=False,
     )
 
 
-class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
+class _HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
     """Shows the defaults that say something."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -82,7 +54,7 @@ class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-class OneLineParser(argparse.ArgumentParser):
+class _OneLineParser(argparse.ArgumentParser):
     """argparse prints the whole usage above an error; the error alone says how to fix it."""
 
     def error(self, message: str) -> Any:
@@ -151,12 +123,16 @@ def count(least: int) -> Callable[[str], int]:
     return read
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def positive(text: str) -> float:
     """An option that is a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
@@ -164,10 +140,7 @@ def positive(text: str) -> float:
 
 def not_negative(text: str) -> float:
     """An option that is a finite number of 0 or more."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
     return value

@@ -11,9 +11,7 @@ out whatever the seed. Neither 1437 nor 360 divides by most numbers of ranks, an
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -71,38 +69,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     made = common.parser("digits", "Train a small CNN on scikit-learn's handwritten digits.")
     common.add_training_options(made, epochs=15, batch_size=64, lr=3e-3)
     return made
 
 
-@dataclass
 class Training:
-    """What a step needs."""
+    """Model, optimizer, schedule and loader. Collective: every rank must make one."""
 
-    model: samestep.Replica
-    optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LRScheduler
-    batches: samestep.Shards
-    precision: str
+    def __init__(self, args: argparse.Namespace, world: samestep.World, train_set: TensorDataset) -> None:
+        network = DigitNet().to(world.device, common.dtype(args.precision))
+        self.model = samestep.replicate(network, world, compress=args.compress)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, weight_decay=0.05)
+        self.batches = samestep.shards(
+            train_set,
+            world,
+            batch_size=args.batch_size,
+            micro_batch_size=args.micro_batch_size,
+            workers=args.workers,
+            seed=args.seed,
+        )
+        self.schedule = cosine(self.optimizer, args.epochs * self.batches.steps_per_epoch, warm_up=WARM_UP)
+        self.precision = args.precision
 
     def scores(self, images: torch.Tensor) -> torch.Tensor:
         """The model's forward, in the precision asked for."""
         with common.autocast(self.precision, images.device):
             return self.model(images)  # type: ignore[no-any-return]
 
-    def kept(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
-        return {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "schedule": self.schedule,
-            "batches": self.batches,
-        }
-
-    def epoch(self, after_step: Callable[[], None]) -> None:
-        """One pass over the training set."""
+    def steps(self) -> Iterator[None]:
+        """One pass over the training set; yields after each optimizer step."""
         for images, labels in self.batches:
             scores = common.at_least_float32(self.scores(images))
             losses = F.cross_entropy(scores, labels, label_smoothing=SMOOTHING, reduction="none")
@@ -111,7 +107,7 @@ class Training:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 self.schedule.step()
-                after_step()
+                yield
 
 
 def train(args: argparse.Namespace) -> None:
@@ -121,36 +117,23 @@ def train(args: argparse.Namespace) -> None:
     with samestep.world(
         backend=args.backend, device=args.device, seed=args.seed, virtual_ranks=args.virtual_ranks
     ) as world:
-        training = build(args, world, train_set)
+        training = Training(args, world, train_set)
         batches = training.batches
-        state = common.make_checkpoint(args, world, **training.kept())
+        state = common.make_checkpoint(
+            args, world, batches, model=training.model, optimizer=training.optimizer, schedule=training.schedule
+        )
         with ProgressDisplay("digits", world, batches, epochs=args.epochs, items=len(train_set)) as show:
             accuracy = None
             for epoch in state.epochs(args.epochs):
                 show.begin(epoch)
-                training.epoch(after_step=common.both(state.commit, show.step))
+                for _ in training.steps():
+                    state.commit()
+                    show.step()
                 accuracy = held_out_accuracy(training, held_out, world)
                 show.result(held_out=percent(accuracy))
             if accuracy is None:  # the checkpoint held a finished training
                 accuracy = held_out_accuracy(training, held_out, world)
             show.summary(f"{percent(accuracy)} of {len(held_out)} held-out samples right", args.checkpoint)
-
-
-def build(args: argparse.Namespace, world: samestep.World, train_set: TensorDataset) -> Training:
-    """Model, optimizer, schedule and loader. Collective: every rank must call."""
-    network = DigitNet().to(world.device, common.dtype(args.precision))
-    model = samestep.replicate(network, world, compress=args.compress)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.05)
-    batches = samestep.shards(
-        train_set,
-        world,
-        batch_size=args.batch_size,
-        micro_batch_size=args.micro_batch_size,
-        workers=args.workers,
-        seed=args.seed,
-    )
-    schedule = cosine(optimizer, args.epochs * batches.steps_per_epoch, warm_up=WARM_UP)
-    return Training(model, optimizer, schedule, batches, args.precision)
 
 
 def held_out_accuracy(training: Training, held_out: TensorDataset, world: samestep.World) -> float:

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.nn import functional as F
@@ -75,26 +74,35 @@ def join_and_train(args: argparse.Namespace, number: int) -> None:
         raise SystemExit(code)
 
 
-@dataclass
 class Training:
-    """What a step needs."""
+    """Network, optimizer and loader. Collective: every rank must make one."""
 
-    model: samestep.Replica
-    optimizer: torch.optim.Optimizer
-    batches: samestep.Shards
-    precision: str
-
-    def kept(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
-        return {"model": self.model, "optimizer": self.optimizer, "batches": self.batches}
+    def __init__(self, args: argparse.Namespace, world: samestep.World, train_set: Images, seed: int) -> None:
+        network = architecture(args.arch, classes=len(train_set.classes), zero_init=args.zero_init)
+        if args.pretrained is not None:
+            load_weights(network, args.pretrained)
+        network = network.to(world.device, common.dtype(args.precision))
+        # the slices of virtual ranks are computed one after another, and have statistics of their own
+        self.model = samestep.replicate(network, world, batchnorm=None if world.virtual is None else "local")
+        settings = {"lr": args.lr, "momentum": args.momentum, "weight_decay": args.weight_decay}
+        self.optimizer = torch.optim.SGD(self.model.parameters(), **settings)
+        self.batches = samestep.shards(
+            train_set,
+            world,
+            batch_size=args.batch_size,
+            micro_batch_size=args.micro_batch_size,
+            workers=args.workers,
+            seed=seed,
+        )
+        self.precision = args.precision
 
     def scores(self, images: torch.Tensor) -> torch.Tensor:
         """The model's forward, in the precision asked for: B x classes."""
         with common.autocast(self.precision, images.device):
             return self.model(images.to(common.dtype(self.precision)))  # type: ignore[no-any-return]
 
-    def epoch(self, rate: float, after_step: Callable[[], None]) -> None:
-        """One pass over the training images at this learning rate."""
+    def steps(self, rate: float) -> Iterator[None]:
+        """One pass over the training images at this learning rate; yields after each optimizer step."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         for images, labels in self.batches:
@@ -103,7 +111,7 @@ class Training:
             if self.batches.step_ends:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-                after_step()
+                yield
 
 
 def train(args: argparse.Namespace) -> None:
@@ -114,53 +122,41 @@ def train(args: argparse.Namespace) -> None:
     seed = args.seed if repeatable else DEFAULT_SEED
     with samestep.world(**world_arguments(args), seed=seed, deterministic=repeatable) as world:
         torch.backends.cudnn.benchmark = not repeatable
-        remarks(args, world)
-        training = build(args, world, train_set, seed)
+        if args.seed is not None:
+            note = "--seed asks for repeatable kernels; on a GPU they can be considerably slower"
+            print_rank0("imagenet", world, note)
+        if args.checkpoint is None and not args.evaluate:
+            print_rank0("imagenet", world, "nothing is saved: --checkpoint DIR saves, and resumes from there")
+        training = Training(args, world, train_set, seed)
         state = resumption(args, world, training)
         measure = functools.partial(top_1_and_5, training, val_set, world, args)
-        with display(args, world, training, len(train_set)) as show:
+        display = ProgressDisplay(
+            "imagenet",
+            world,
+            training.batches,
+            epochs=0 if args.evaluate else args.epochs,
+            items=len(train_set),
+            unit="images",
+            columns={"lr": lambda: f"{training.optimizer.param_groups[0]['lr']:g}"},
+            print_freq=args.print_freq,
+        )
+        with display as show:
             shares = None
             for epoch in () if args.evaluate else state.epochs(args.epochs):
                 show.begin(epoch)
                 rate = learning_rate(args.lr, epoch)
-                training.epoch(rate, after_step=common.both(state.commit, show.step))
+                for _ in training.steps(rate):
+                    state.commit()
+                    show.step()
                 shares = measure()
                 show.result(top_1=percent(shares[0]), top_5=percent(shares[1]))
             top_1, top_5 = map(percent, shares or measure())  # or: nothing was left to train, or asked to be
             show.summary(f"top-1 {top_1}, top-5 {top_5} of {len(val_set):,} validation images", args.checkpoint)
 
 
-def remarks(args: argparse.Namespace, world: samestep.World) -> None:
-    """What the user may not expect."""
-    if args.seed is not None:
-        print_rank0("imagenet", world, "--seed asks for repeatable kernels; on a GPU they can be considerably slower")
-    if args.checkpoint is None and not args.evaluate:
-        print_rank0("imagenet", world, "nothing is saved: --checkpoint DIR saves, and resumes from there")
-
-
-def build(args: argparse.Namespace, world: samestep.World, train_set: Images, seed: int) -> Training:
-    """Network, optimizer and loader. Collective: every rank must call."""
-    network = architecture(args.arch, classes=len(train_set.classes), zero_init=args.zero_init)
-    if args.pretrained is not None:
-        load_weights(network, args.pretrained)
-    network = network.to(world.device, common.dtype(args.precision))
-    # the slices of virtual ranks are computed one after another, and have statistics of their own
-    model = samestep.replicate(network, world, batchnorm=None if world.virtual is None else "local")
-    settings = {"lr": args.lr, "momentum": args.momentum, "weight_decay": args.weight_decay}
-    batches = samestep.shards(
-        train_set,
-        world,
-        batch_size=args.batch_size,
-        micro_batch_size=args.micro_batch_size,
-        workers=args.workers,
-        seed=seed,
-    )
-    return Training(model, torch.optim.SGD(model.parameters(), **settings), batches, args.precision)
-
-
 def resumption(args: argparse.Namespace, world: samestep.World, training: Training) -> samestep.Checkpoint:
     """Where the training stands, and what saves it. Collective: every rank must call."""
-    state = common.make_checkpoint(args, world, **training.kept())
+    state = common.make_checkpoint(args, world, training.batches, model=training.model, optimizer=training.optimizer)
     if args.resume == args.checkpoint and args.resume is not None and not state.resumed:
         raise samestep.UsageError(f"there is no checkpoint in {args.resume}")
     if args.start_epoch and not state.resumed:
@@ -195,23 +191,7 @@ def top_1_and_5(
     return top_1, top_5
 
 
-def display(args: argparse.Namespace, world: samestep.World, training: Training, images: int) -> ProgressDisplay:
-    """Loss, learning rate and images a second."""
-    rate = {"lr": lambda: f"{training.optimizer.param_groups[0]['lr']:g}"}
-    return ProgressDisplay(
-        "imagenet",
-        world,
-        training.batches,
-        epochs=0 if args.evaluate else args.epochs,
-        items=images,
-        unit="images",
-        columns=rate,
-        print_freq=args.print_freq,
-    )
-
-
 def datasets(args: argparse.Namespace) -> tuple[Images, Images]:
-    """Training and validation images."""
     from samestep.recipes.images import DummyImages, train_and_val
 
     if args.dummy:

@@ -54,7 +54,6 @@ def settle_files(args: argparse.Namespace) -> None:
 
 
 def add_training(made: argparse.ArgumentParser) -> None:
-    """What is trained, and how."""
     add = made.add_argument
     add("-a", "--arch", default="resnet18", metavar="ARCH", help="network, such as resnet18 or resnet50")
     add("-j", "--workers", type=count(0), default=4, metavar="N", help="loader processes, for each rank")
@@ -76,7 +75,6 @@ def add_training(made: argparse.ArgumentParser) -> None:
 
 
 def add_files(made: argparse.ArgumentParser) -> None:
-    """What is read and written."""
     add = made.add_argument
     add("data", nargs="?", type=Path, default=Path("imagenet"), metavar="DIR", help="holds train/ and val/")
     add("--checkpoint", type=Path, default=None, metavar="DIR", help="save there, and resume from there")

@@ -21,7 +21,6 @@ Parameter names follow the tables everybody publishes weights in (`layer1.0.conv
 from __future__ import annotations
 
 import difflib
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
@@ -40,10 +39,11 @@ def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.C
     return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
 
 
-class Block(nn.Module, ABC):
+class Block(nn.Module):
     """A residual block: `relu(branch(x) + shortcut(x))`. The branch is what the two kinds differ in."""
 
     expansion: ClassVar[int]
+    last_norm: ClassVar[str]  # the BatchNorm that ends the branch; its weight scales the whole residual
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -53,43 +53,31 @@ class Block(nn.Module, ABC):
         if stride != 1 or inputs != outputs:
             self.downsample = nn.Sequential(convolution(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
 
-    @abstractmethod
-    def branch(self, x: torch.Tensor) -> torch.Tensor:
-        """The residual, before it is added: same shape as the shortcut."""
-
-    @property
-    @abstractmethod
-    def last_norm(self) -> nn.BatchNorm2d:
-        """The BatchNorm that ends the branch; its weight scales the whole residual."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
-        return self.relu(self.branch(x) + shortcut)  # type: ignore[no-any-return]
+    def shortcut(self, x: torch.Tensor) -> torch.Tensor:
+        """What the branch is added to."""
+        return x if self.downsample is None else self.downsample(x)
 
 
 class BasicBlock(Block):
     """Two 3x3 convolutions: ResNet-18 and 34."""
 
-    expansion = 1
+    expansion, last_norm = 1, "bn2"
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__(inputs, width, stride)
         self.conv1, self.bn1 = convolution(inputs, width, 3, stride), nn.BatchNorm2d(width)
         self.conv2, self.bn2 = convolution(width, width, 3), nn.BatchNorm2d(width)
 
-    def branch(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.relu(self.bn1(self.conv1(x)))
-        return self.bn2(self.conv2(x))  # type: ignore[no-any-return]
-
-    @property
-    def last_norm(self) -> nn.BatchNorm2d:
-        return self.bn2
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        branch = self.relu(self.bn1(self.conv1(x)))
+        branch = self.bn2(self.conv2(branch))
+        return self.relu(branch + self.shortcut(x))  # type: ignore[no-any-return]
 
 
 class Bottleneck(Block):
     """1x1 down to a quarter, 3x3, 1x1 up again: ResNet-50, 101 and 152."""
 
-    expansion = 4
+    expansion, last_norm = 4, "bn3"
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__(inputs, width, stride)
@@ -98,14 +86,11 @@ class Bottleneck(Block):
         self.conv2, self.bn2 = convolution(width, width, 3, stride), nn.BatchNorm2d(width)
         self.conv3, self.bn3 = convolution(width, outputs, 1), nn.BatchNorm2d(outputs)
 
-    def branch(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.relu(self.bn1(self.conv1(x)))
-        x = self.relu(self.bn2(self.conv2(x)))
-        return self.bn3(self.conv3(x))  # type: ignore[no-any-return]
-
-    @property
-    def last_norm(self) -> nn.BatchNorm2d:
-        return self.bn3
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        branch = self.relu(self.bn1(self.conv1(x)))
+        branch = self.relu(self.bn2(self.conv2(branch)))
+        branch = self.bn3(self.conv3(branch))
+        return self.relu(branch + self.shortcut(x))  # type: ignore[no-any-return]
 
 
 class ResNet(nn.Module):
@@ -145,7 +130,7 @@ def initialise(model: nn.Module, *, zero_init: bool) -> None:
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         elif isinstance(module, Block) and zero_init:
-            nn.init.zeros_(module.last_norm.weight)
+            nn.init.zeros_(module.get_parameter(f"{module.last_norm}.weight"))
 
 
 RESNETS: dict[str, tuple[type[Block], tuple[int, int, int, int]]] = {
@@ -194,13 +179,11 @@ def architecture(name: str, *, classes: int, zero_init: bool = False) -> nn.Modu
 
 
 def torchvision_models(library: str) -> tuple[list[str], Callable[[str, int], nn.Module]]:
-    """The names that torchvision knows, and how it makes one."""
     models: ModuleType = import_module(f"{library}.models")
     return models.list_models(module=models), lambda name, classes: models.get_model(name, num_classes=classes)
 
 
 def timm_models(library: str) -> tuple[list[str], Callable[[str, int], nn.Module]]:
-    """The names that timm knows, and how it makes one."""
     timm = import_module(library)
     return timm.list_models(), lambda name, classes: timm.create_model(name, num_classes=classes)
 
@@ -210,7 +193,6 @@ CATALOGUES: dict[str, Catalogue] = {"torchvision": torchvision_models, "timm": t
 
 
 def unknown(name: str, known: list[str], missing: list[str]) -> str:
-    """What to say about a name that nobody knows."""
     close = difflib.get_close_matches(name, known, n=1)
     hint = f", did you mean {close[0]!r}?" if close else ":"
     more = f" and {len(known) - len(RESNETS)} more" if len(known) > len(RESNETS) else ""
@@ -219,5 +201,4 @@ def unknown(name: str, known: list[str], missing: list[str]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The reason, in one line."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -188,7 +188,6 @@ def percent(share: float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -8,29 +8,104 @@ The tail of each file is padded and masked, so ranks hold different numbers of r
 rank and then over ranks would weigh the bytes of a short rank more; `weight=unmasked` and `batches.mean` make the
 step's loss the mean over its unmasked bytes, whichever rank holds them. Held-out bits per byte are exact: the sum
 over every byte of every held-out file, once, divided by their number.
+
+The model is the decoder of Radford et al. 2019, in as many lines as it needs: pre-norm blocks, learned positions,
+`scaled_dot_product_attention` with its causal mask, and a head that shares its weights with the token embedding (Press
+and Wolf, arXiv:1608.05859). No dropout: one pass over the text does not overfit, and random masks would have to differ
+from rank to rank.
+
+    symbols B x T  ->  embedding + position  B x T x width  ->  blocks  ->  scores B x T x symbols
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import samestep
 from samestep.recipes import common, corpus
 from samestep.recipes.common import cosine
-from samestep.recipes.gpt import GPT
 from samestep.recipes.progress import ProgressDisplay
 
-__all__ = ["main"]
+__all__ = ["GPT", "main"]
 
 PROMPT = b"def "
+SPREAD = 0.02  # standard deviation of fresh weights
+
+
+class Attention(nn.Module):
+    """Causal self-attention with `heads` heads."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        split = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)  # each B x heads x T x width/heads
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention, then a two-layer perceptron four times as wide, each added to what came in."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+
+
+class GPT(nn.Module):
+    """Symbols `B x T` (int64, T <= context) to scores `B x T x symbols` of the symbol that follows; B may be 0."""
+
+    def __init__(self, symbols: int, *, context: int, layers: int, heads: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(symbols, width)
+        self.position = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.context = context
+        self.initialise(layers)
+
+    def initialise(self, layers: int) -> None:
+        """Small normal weights; those that add to the residual stream smaller still, the deeper the network."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            residual = name.endswith(("out.weight", "mlp.2.weight"))
+            nn.init.normal_(parameter, std=SPREAD / math.sqrt(2 * layers) if residual else SPREAD)
+
+    def forward(self, symbols: torch.Tensor) -> torch.Tensor:
+        """Scores, not yet probabilities."""
+        places = torch.arange(symbols.shape[1], device=symbols.device)
+        x = self.blocks(self.embedding(symbols) + self.position(places))
+        return F.linear(self.norm(x), self.embedding.weight)
+
+    @torch.no_grad()
+    def continued(self, prompt: list[int], length: int, generator: torch.Generator) -> list[int]:
+        """`length` symbols drawn one after another to follow `prompt`."""
+        drawn = list(prompt)
+        for _ in range(length):
+            recent = torch.tensor([drawn[-self.context :]], device=self.embedding.weight.device)
+            chances = self(recent)[0, -1].float().softmax(-1).cpu()
+            drawn.append(int(torch.multinomial(chances, 1, generator=generator)))
+        return drawn[len(prompt) :]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +115,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     made = common.parser("text", "Train a small GPT over the bytes of Python's standard library.")
     common.add_training_options(made, epochs=1, batch_size=32, lr=3e-3)
     add = made.add_argument
@@ -56,16 +130,25 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-@dataclass
 class Training:
-    """What a step needs."""
+    """Model, optimizer, schedule and loader. Collective: every rank must make one."""
 
-    model: samestep.Replica
-    optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LRScheduler
-    batches: samestep.Shards
-    precision: str
-    clip: float
+    def __init__(self, args: argparse.Namespace, world: samestep.World, train_set: corpus.ByteSequences) -> None:
+        network = GPT(corpus.SYMBOLS, context=args.context, layers=args.layers, heads=args.heads, width=args.width)
+        network.to(world.device, common.dtype(args.precision))
+        self.model = samestep.replicate(network, world, compress=args.compress)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95))
+        self.batches = samestep.shards(
+            train_set,
+            world,
+            batch_size=args.batch_size,
+            micro_batch_size=args.micro_batch_size,
+            weight=corpus.unmasked,
+            workers=args.workers,
+            seed=args.seed,
+        )
+        self.schedule = cosine(self.optimizer, args.epochs * self.batches.steps_per_epoch, warm_up=args.warm_up)
+        self.precision, self.clip = args.precision, args.clip
 
     def losses(self, batch: corpus.Sample) -> torch.Tensor:
         """The loss of each byte in nats, B x T; 0 where the target is padding."""
@@ -75,17 +158,8 @@ class Training:
         scores = common.at_least_float32(scores)
         return F.cross_entropy(scores.transpose(1, 2), targets, ignore_index=corpus.IGNORED, reduction="none")
 
-    def kept(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
-        return {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "schedule": self.schedule,
-            "batches": self.batches,
-        }
-
-    def epoch(self, after_step: Callable[[], None]) -> None:
-        """One pass over the training bytes."""
+    def steps(self) -> Iterator[None]:
+        """One pass over the training bytes; yields after each optimizer step."""
         for inputs, targets in self.batches:
             loss = self.batches.mean(self.losses((inputs, targets)), mask=targets != corpus.IGNORED)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -94,7 +168,7 @@ class Training:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 self.schedule.step()
-                after_step()
+                yield
 
 
 def train(args: argparse.Namespace) -> None:
@@ -106,14 +180,22 @@ def train(args: argparse.Namespace) -> None:
     with samestep.world(
         backend=args.backend, device=args.device, seed=args.seed, virtual_ranks=args.virtual_ranks
     ) as world:
-        training = build(args, world, train_set)
-        state = common.make_checkpoint(args, world, **training.kept())
-        with display(args, world, training.batches, train_set.bytes) as show:
+        training = Training(args, world, train_set)
+        batches = training.batches
+        state = common.make_checkpoint(
+            args, world, batches, model=training.model, optimizer=training.optimizer, schedule=training.schedule
+        )
+        columns = {"bits per byte": lambda: f"{float(batches.loss) / math.log(2):.3f}"}
+        with ProgressDisplay(
+            "text", world, batches, epochs=args.epochs, items=train_set.bytes, unit="tokens", columns=columns
+        ) as show:
             show.note(f"{train_set.bytes:,} bytes of {folder} to train on, {held_out.bytes:,} held out")
             bits = None
             for epoch in state.epochs(args.epochs):
                 show.begin(epoch)
-                training.epoch(after_step=common.both(state.commit, show.step))
+                for _ in training.steps():
+                    state.commit()
+                    show.step()
                 bits = bits_per_byte(training, held_out, world, args.batch_size)
                 show.result(held_out_bits_per_byte=f"{bits:.3f}")
             if bits is None:  # the checkpoint held a finished training
@@ -121,31 +203,6 @@ def train(args: argparse.Namespace) -> None:
             if world.is_first and args.sample:
                 show.note(f"it writes {written(cast('GPT', training.model.module), args.sample, args.seed)}")
             show.summary(f"{bits:.3f} bits per byte over {held_out.bytes:,} held-out bytes", args.checkpoint)
-
-
-def display(args: argparse.Namespace, world: samestep.World, batches: samestep.Shards, tokens: int) -> ProgressDisplay:
-    """Loss in nats and in bits per byte, and tokens a second."""
-    columns = {"bits per byte": lambda: f"{float(batches.loss) / math.log(2):.3f}"}
-    return ProgressDisplay("text", world, batches, epochs=args.epochs, items=tokens, unit="tokens", columns=columns)
-
-
-def build(args: argparse.Namespace, world: samestep.World, train_set: corpus.ByteSequences) -> Training:
-    """Model, optimizer, schedule and loader. Collective: every rank must call."""
-    network = GPT(corpus.SYMBOLS, context=args.context, layers=args.layers, heads=args.heads, width=args.width)
-    network.to(world.device, common.dtype(args.precision))
-    model = samestep.replicate(network, world, compress=args.compress)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
-    batches = samestep.shards(
-        train_set,
-        world,
-        batch_size=args.batch_size,
-        micro_batch_size=args.micro_batch_size,
-        weight=corpus.unmasked,
-        workers=args.workers,
-        seed=args.seed,
-    )
-    schedule = cosine(optimizer, args.epochs * batches.steps_per_epoch, warm_up=args.warm_up)
-    return Training(model, optimizer, schedule, batches, args.precision, args.clip)
 
 
 def bits_per_byte(training: Training, held_out: corpus.ByteSequences, world: samestep.World, batch_size: int) -> float:

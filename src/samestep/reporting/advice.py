@@ -35,8 +35,6 @@ COMMUNICATION = 0.25
 
 @dataclass(frozen=True)
 class Advice:
-    """Something to change."""
-
     code: str  # what it is about
     text: str  # what was seen, and what to do about it
     how: str  # where the gain comes from
@@ -45,7 +43,6 @@ class Advice:
 
     @property
     def sentence(self) -> str:
-        """All of it."""
         whole = "a step would take" if self.of == "step" else "the run would take"
         return f"{self.text}: {whole} up to {format_percent(self.gain)} less time ({self.how})."
 

@@ -16,42 +16,34 @@ from samestep.reporting.workload import Ledger, ledger
 
 @dataclass(frozen=True)
 class RunAnalysis:
-    """An attempt."""
-
     run: Run  # that it is of
     number: int  # of the attempt
     logs: tuple[RankLog, ...]  # of its ranks, in their order; none where no rank has written anything
 
     @cached_property
     def table(self) -> StepTable:
-        """Where its steps went."""
         return StepTable.of(self.logs)
 
     @cached_property
     def account(self) -> TimeBreakdown:
-        """Where its time went."""
         about = self.run.about
         ended = about.get("ended") if about.get("exit") and self.number == max(self.run.attempts, default=0) else None
         return account(self.table, self.logs, ended if isinstance(ended, float) and math.isfinite(ended) else None)
 
     @cached_property
     def pace(self) -> RankTimes:
-        """How fast each rank is."""
         return RankTimes(self.table.steady)
 
     @cached_property
     def ledger(self) -> Ledger | None:
-        """Who did how much of the work."""
         return ledger(self.table, self.logs)
 
     @cached_property
     def overlap(self) -> Overlap | None:
-        """How much of the communication passes beside the backward pass."""
         return overlap(self.logs)
 
     @cached_property
     def calls(self) -> list[Collective]:
-        """The script's own collectives."""
         return calls(self.logs)
 
     @property
@@ -61,7 +53,6 @@ class RunAnalysis:
 
     @cached_property
     def gantts(self) -> list[Gantt]:
-        """Steps of a pipeline."""
         return gantts(self.logs)
 
     @property
@@ -88,11 +79,7 @@ class RunAnalysis:
 
 
 def analyse(run: Run, number: int | None = None) -> RunAnalysis:
-    """Returns an attempt, the last one by default.
-
-    Raises:
-        UsageError: there is no such attempt.
-    """
+    """Returns an attempt, the last one by default."""
     attempts = run.attempts
     if number is None:
         number = attempts[-1] if attempts else 0

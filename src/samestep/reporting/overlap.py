@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from samestep.reporting.run_log import Event, RankLog, measured
-from samestep.reporting.steps import WAITS, sound
+from samestep.reporting.steps import WAITS, valid_steps
 
 LOOKED_AT = 400  # lines of a rank: a mean of more is no other
 SHOWN = 10  # calls
@@ -30,19 +30,17 @@ class Overlap:
 
     buckets: int  # how many there are
     size: int  # bytes of all of them
-    travelling: float  # at least one was under way
+    in_flight: float  # at least one was under way
     hidden: float  # of that, while the rank computed
 
     @property
     def part(self) -> float | None:
         """What share was hidden; None where nobody says when buckets were done."""
-        return self.hidden / self.travelling if self.travelling else None
+        return self.hidden / self.in_flight if self.in_flight else None
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of the script's own."""
-
     operation: str  # such as "all_reduce"
     where: str  # "file:line"
     seconds: float  # of a step, the mean of the ranks
@@ -54,7 +52,7 @@ def overlap(logs: Sequence[RankLog]) -> Overlap | None:
     lines = [line for log in logs for line in _some_of(log) if line["buckets"] and not line["more"]]
     if not lines:
         return None
-    seen = [(intervals, line) for line in lines if (intervals := travelling(line))]
+    seen = [(intervals, line) for line in lines if (intervals := in_flight(line))]
     whole = sum(_length(intervals) for intervals, _ in seen)
     open_to_see = sum(_length(_common(intervals, _waiting(line))) for intervals, line in seen)
     count = max(1, len(seen))
@@ -62,7 +60,7 @@ def overlap(logs: Sequence[RankLog]) -> Overlap | None:
     return Overlap(len(lines[-1]["buckets"]), int(size), whole / count, (whole - open_to_see) / count)
 
 
-def travelling(line: Event) -> list[Interval]:
+def in_flight(line: Event) -> list[Interval]:
     """Returns when at least one bucket of a line was under way, in intervals that do not touch."""
     known = sorted((begun, done) for *_, begun, done in line["buckets"] if begun is not None and done is not None)
     merged: list[Interval] = []
@@ -101,7 +99,7 @@ def _called(line: Event) -> Counter[tuple[str, str]]:
 
 
 def _some_of(log: RankLog) -> list[Event]:
-    lines = list(sound(log.steps).values())
+    lines = list(valid_steps(log.steps).values())
     return lines[:: max(1, -(-len(lines) // LOOKED_AT))]
 
 

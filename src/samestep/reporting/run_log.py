@@ -12,27 +12,29 @@ Everything in it is somebody else's text: whoever shows it escapes it.
 from __future__ import annotations
 
 import json
+import marshal
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from statistics import median
+from sys import intern
 from typing import Any
 
 from samestep.errors import UsageError
 from samestep.events import NON_TRAINING, PHASES, Reader
 from samestep.paths import RunDirectory, rank_file
+from samestep.text import escape_control, escape_lines
 
 Event = dict[str, Any]
 _MOST = 1e12  # seconds, steps or bytes; more is no measurement
 _LARGEST = 64 << 20  # bytes of a file that is read whole
+_LAST = 1e11  # seconds since 1970; later is no time
 
 
 @dataclass
 class RankLog:
-    """What one rank has written in one attempt."""
-
     rank: int
     attempt: int  # of the run
     host: str  # the name of its host's folder
@@ -69,7 +71,6 @@ class RankLog:
 
     @property
     def step(self) -> int:
-        """How many optimizer steps are finished."""
         return int(self.steps[-1]["step"]) if self.steps else 0
 
     def output(self, stream: str) -> Path:
@@ -79,22 +80,15 @@ class RankLog:
 
 @dataclass
 class Run:
-    """A run directory.
-
-    Attributes:
-        ranks: what the ranks have written, by attempt and rank.
-        problems: what could not be read, a line each.
-        checked: what --check says of itself at its end, None where it was not asked for, or is not over.
-        reader: what reads events; a view of the last steps need not read all.
-    """
+    """What a run directory says; `problems` could not be read."""
 
     path: Path
     about: Event = field(default_factory=dict)  # its run.json, {} where there is none
-    ranks: dict[tuple[int, int], RankLog] = field(default_factory=dict)
-    said: list[Event] = field(default_factory=list)  # the launcher's events
+    ranks: dict[tuple[int, int], RankLog] = field(default_factory=dict)  # by attempt and rank
+    launcher_events: list[Event] = field(default_factory=list)  # the launcher's events
     findings: list[Event] = field(default_factory=list)  # those of --check, as `samestep verify --json` has them
-    checked: Event | None = None
-    reader: type[Reader] = field(default=Reader, repr=False)
+    checked: Event | None = None  # what --check says of itself; None where it was not asked for, or is not over
+    reader: type[Reader] = field(default=Reader, repr=False)  # a view of the last steps need not read all
     _launcher: Reader | None = field(default=None, repr=False)
     _checked: tuple[int, int] | None = field(default=None, repr=False)
 
@@ -107,7 +101,7 @@ class Run:
         if self._launcher is None:
             self._launcher = Reader(directory.events)
         new = list(self._launcher.events())
-        self.said += new
+        self.launcher_events += new
         for file in sorted(self.path.glob("[0-9]*/*/**/rank*.events.jsonl")):
             self._open(file)
         count = len(new) + sum(log.take() for log in self.ranks.values())
@@ -148,11 +142,9 @@ class Run:
 
     @property
     def attempts(self) -> list[int]:
-        """The attempts of which something is known."""
         return sorted({attempt for attempt, _ in self.ranks})
 
     def attempt(self, number: int) -> list[RankLog]:
-        """Returns the ranks of an attempt, in their order."""
         return [log for (attempt, _), log in sorted(self.ranks.items()) if attempt == number]
 
     @property
@@ -164,11 +156,7 @@ class Run:
 
 
 def open_run(path: Path, reader: type[Reader] = Reader) -> Run:
-    """Returns what a run directory says by now.
-
-    Raises:
-        UsageError: there is none, or nothing of a run is in it.
-    """
+    """Returns what a run directory says by now."""
     run = Run(path, reader=reader)
     try:
         if not path.exists():
@@ -184,11 +172,7 @@ def open_run(path: Path, reader: type[Reader] = Reader) -> Run:
 
 
 def latest_run(runs: Path) -> Path:
-    """Returns the run directory in `runs` that has begun, or ended, last.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Returns the run directory in `runs` that has begun, or ended, last."""
     found = _newest(runs)
     if found is None:
         raise UsageError(f"there is no run in ./{runs}: name a run directory, or start a run with `samestep run`")
@@ -214,6 +198,30 @@ def measured(value: Any) -> float:
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(min(value, _MOST)) if is_number and value > 0 else 0.0
+
+
+def instant(moment: float) -> float:
+    """Returns a time since 1970 as one can count with.
+
+    >>> instant(1.5), instant(float("nan")), instant(10**400)
+    (1.5, 0.0, 100000000000.0)
+    """
+    return float(min(moment, _LAST)) if moment > 0 else 0.0
+
+
+def json_safe(value: Any) -> Any:
+    r"""Returns data without what JSON does not know: numbers that are none are null; and texts that nothing obeys.
+
+    >>> json_safe({"a": [1.5, float("nan"), "b\x00"]})
+    {'a': [1.5, None, 'b\\x00']}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value if value.isprintable() else escape_lines(value)
+    if isinstance(value, Mapping):
+        return {escape_control(key): json_safe(each) for key, each in value.items()}
+    return [json_safe(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def number_of(value: float | str) -> float:
@@ -276,6 +284,52 @@ def last(log: RankLog) -> float:
     return float(max([*times, log.begin.get("t", 0.0)]))
 
 
+# --- many steps in little memory ---------------------------------------------------------------------------------
+#
+# A run of 64 ranks and 10,000 steps has 640,000 lines. As json gives it, a line of 600 bytes takes 5.3 kB: lists of
+# lists, and a new "forward" for each line that says so. Packed it takes 2.2: pieces and buckets are bytes until
+# somebody wants them, and a name is one object for all lines.
+
+
+class Packed(Sequence[Any]):
+    """A list that is kept as bytes; only this process makes and reads them.
+
+    >>> list(Packed([["forward", 0, 12]]))
+    [['forward', 0, 12]]
+    """
+
+    __slots__ = ("_bytes", "_length")
+
+    def __init__(self, values: list[Any]) -> None:
+        self._bytes, self._length = marshal.dumps(values), len(values)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(marshal.loads(self._bytes))  # noqa: S302
+
+    def __getitem__(self, place: Any) -> Any:
+        return list(self)[place]
+
+
+class PackingReader(Reader):
+    """Reads events, and packs what is large in them."""
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        for event in super().events():
+            event["t"] = instant(event["t"])
+            yield _packed(event) if event["kind"] == "step" else event
+
+
+def _packed(line: dict[str, Any]) -> dict[str, Any]:
+    packed = {intern(name): value for name, value in line.items()}
+    packed["spent"] = {intern(name): value for name, value in line["spent"].items()}
+    packed["work"] = {intern(name): value for name, value in line["work"].items()}
+    packed["spans"], packed["buckets"] = Packed(line["spans"]), Packed(line["buckets"])
+    return packed
+
+
 # --- the last steps of a run that goes on ---------------------------------------------------------------------
 
 LOOK = 20  # lines of steps that are looked back on
@@ -283,14 +337,11 @@ LOOK = 20  # lines of steps that are looked back on
 
 @dataclass(frozen=True)
 class RecentSteps:
-    """The last steps of a rank.
-
-    Attributes:
-        spent: seconds by phase, in their order; evaluate, save and load only where the rank has just been in one.
-    """
+    """The last steps of a rank."""
 
     steps: int = 0  # how many they are
     seconds: float = 0.0  # of one of them, as far as it was training; 0 where nothing is known
+    # seconds by phase, in their order; evaluate, save and load only where the rank has just been in one
     spent: dict[str, float] = field(default_factory=dict)
     samples: float = 0.0  # that this rank has taken in the last of them
 

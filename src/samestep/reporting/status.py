@@ -7,7 +7,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +25,7 @@ from samestep.text import (
     format_elapsed,
     join_and,
     plural,
+    rank_list,
     spans,
 )
 
@@ -43,8 +44,6 @@ _MOST_RANKS = 1 << 14  # rows of ranks that have written nothing; a changed file
 
 @dataclass(frozen=True)
 class RankStatus:
-    """A few words, and how grave they are."""
-
     text: str
     level: Level = ""
 
@@ -58,7 +57,7 @@ ENDED = {0: RankStatus("finished", "good"), PREEMPTED: RankStatus("preempted, an
 
 
 @dataclass(frozen=True)
-class Happening:
+class RunEvent:
     """Something that happened to the run: when, of what kind, and in how many lines it may be told."""
 
     kind: str
@@ -70,14 +69,11 @@ class Happening:
     @property
     def clock(self) -> str:
         """When it was, by the clock on the wall; blank where nobody knows."""
-        try:
-            return " " * 8 if self.at is None else time.strftime("%H:%M:%S", time.localtime(self.at))
-        except (OverflowError, ValueError, OSError):
-            return " " * 8
+        return " " * 8 if self.at is None else time.strftime("%H:%M:%S", time.localtime(self.at))
 
 
 @dataclass(frozen=True)
-class Said:
+class LauncherState:
     """What the launcher's events come to by now."""
 
     slow: frozenset[int] = frozenset()
@@ -85,12 +81,12 @@ class Said:
     hangs: bool = False
 
 
-def said(run: Run, attempt: int) -> Said:
+def launcher_state(run: Run, attempt: int) -> LauncherState:
     """Returns what the launcher has said of an attempt, as far as it still holds."""
     slow: set[int] = set()
     missing: frozenset[int] = frozenset()
     hangs = False
-    for event in run.said:
+    for event in run.launcher_events:
         if event["attempt"] != attempt:
             continue
         if event["kind"] == "straggler":
@@ -100,7 +96,7 @@ def said(run: Run, attempt: int) -> Said:
         elif event["kind"] in {"hang", "moves"}:
             hangs = event["kind"] == "hang"
             missing = frozenset(event["ranks"] if hangs else ())
-    return Said(frozenset(slow), missing, hangs)
+    return LauncherState(frozenset(slow), missing, hangs)
 
 
 def ranks_of(run: Run, attempt: int) -> list[int]:
@@ -114,7 +110,9 @@ def ranks_of(run: Run, attempt: int) -> list[int]:
 # --- a rank -----------------------------------------------------------------------------------------
 
 
-def rank_status(log: RankLog | None, pace: RecentSteps, launcher: Said, now: float, *, is_over: bool) -> RankStatus:
+def rank_status(
+    log: RankLog | None, pace: RecentSteps, launcher: LauncherState, now: float, *, is_over: bool
+) -> RankStatus:
     """Returns what a rank is at; `is_over` says that its attempt is."""
     if log is None:
         return RankStatus("has not begun" if not is_over else "did not begin", "dim")
@@ -124,7 +122,7 @@ def rank_status(log: RankLog | None, pace: RecentSteps, launcher: Said, now: flo
         return RankStatus("was ended", "warn")
     at = _at(log, pace, now)
     if log.rank in launcher.missing:
-        return RankStatus(f"stuck for {roughly(now - last_sign(log))}", "bad")
+        return RankStatus(f"stuck for {short_duration(now - last_sign(log))}", "bad")
     if log.rank in launcher.slow:
         return RankStatus(f"slow{at and ': '}{at}", "warn")
     return RankStatus(at, "warn" if launcher.hangs else "")
@@ -145,9 +143,9 @@ def _at(log: RankLog, pace: RecentSteps, now: float) -> str:
     since = last_sign(log)
     quiet = max(0.0, now - since) if since else 0.0
     if not log.steps:
-        return f"no step yet, {roughly(quiet)}" if quiet > QUIET else "no step yet"
+        return f"no step yet, {short_duration(quiet)}" if quiet > QUIET else "no step yet"
     if quiet > max(QUIET, _many_lines(log, pace)):
-        return f"no step for {roughly(quiet)}"
+        return f"no step for {short_duration(quiet)}"
     outside_training = [name for name in ("evaluate", "save", "load") if pace.spent.get(name)]
     return {"evaluate": "evaluated", "save": "saved", "load": "loaded"}[outside_training[0]] if outside_training else ""
 
@@ -163,7 +161,7 @@ def _long_call(log: RankLog, now: float) -> str:
         return ""
     name = log.at["operation"] or DOING.get(log.at["phase"], log.at["phase"])
     where = f" at {log.at['site']}" if log.at["site"] else ""
-    return escape_control(f"{name} for {roughly(now - log.at['t'] + log.clock_offset)}{where}")
+    return escape_control(f"{name} for {short_duration(now - log.at['t'] + log.clock_offset)}{where}")
 
 
 def _noted(log: RankLog) -> str:
@@ -179,14 +177,14 @@ def _noted(log: RankLog) -> str:
 
 def last_sign(log: RankLog) -> float:
     """Returns when a rank was last known to be alive, by this host's clock."""
-    last = log.steps[-1] if log.steps else log.begin
-    return measured(last.get("t")) + measured(last.get("seconds")) - log.clock_offset if last else 0.0
+    heard = measured(last(log))
+    return heard - log.clock_offset if heard else 0.0
 
 
-def roughly(seconds: float) -> str:
+def short_duration(seconds: float) -> str:
     """Returns a time in its largest unit: there is little room.
 
-    >>> roughly(59.9), roughly(179), roughly(7300)
+    >>> short_duration(59.9), short_duration(179), short_duration(7300)
     ('59 s', '2 min', '2 h')
     """
     return " ".join(format_elapsed(max(0.0, seconds)).split()[:2])
@@ -195,8 +193,7 @@ def roughly(seconds: float) -> str:
 # --- the run ------------------------------------------------------------------------------------------
 
 
-def run_status(run: Run, launcher: Said, now: float) -> RankStatus:
-    """Returns how the run stands as a whole."""
+def run_status(run: Run, launcher: LauncherState, now: float) -> RankStatus:
     if run.is_over:
         code = run.about.get("exit")
         if not run.about:
@@ -206,14 +203,18 @@ def run_status(run: Run, launcher: Said, now: float) -> RankStatus:
         return known or RankStatus(f"failed, exit code {escape_control(code)}", "bad")
     if launcher.hangs:
         return RankStatus("hangs", "bad")
-    quiet = now - max(filter(None, map(last_sign, run.ranks.values())), default=now)
-    if quiet > max([SILENT, *(_many_lines(log, recent_steps(log)) for log in run.ranks.values())]):
-        return RankStatus(f"running? silent for {roughly(quiet)}", "warn")
+    if quiet := _silence(run.ranks.values(), now):
+        return RankStatus(f"running? silent for {short_duration(quiet)}", "warn")
     return RankStatus("running", "good")
 
 
+def _silence(logs: Iterable[RankLog], now: float) -> float:
+    """Seconds since the last sign of any rank, where one would have come from a run that goes on; else 0."""
+    quiet = now - max(filter(None, map(last_sign, logs)), default=now)
+    return quiet if quiet > max([SILENT, *(_many_lines(log, recent_steps(log)) for log in logs)]) else 0.0
+
+
 def took(run: Run, now: float) -> float:
-    """Returns how long the run has been going, or went."""
     begins = [measured(log.begin.get("t")) for log in run.ranks.values() if log.begin]
     began = measured(run.about.get("began")) or min(begins, default=now)
     ended = measured(run.about.get("ended"))
@@ -223,7 +224,6 @@ def took(run: Run, now: float) -> float:
 
 
 def blamed(run: Run) -> int | None:
-    """Returns the rank that the launcher blames for the end of the run."""
     found = run.about.get("failure")
     rank = found.get("rank") if isinstance(found, dict) else None
     return rank if isinstance(rank, int) else None
@@ -241,24 +241,24 @@ def failure(run: Run) -> str:
     return f"rank {_text(found.get('rank'))} on {_text(found.get('host'))}: {what or 'failed'}{where}"
 
 
-def happenings(run: Run) -> list[Happening]:
+def run_events(run: Run) -> list[RunEvent]:
     """Returns what has happened, in its order; what has no time comes last."""
     timed = [*_from_launcher(run), *_saved(run)]
     timed.sort(key=lambda each: each.at or 0.0)
-    problems = [Happening("note", escape_control(problem), "warn") for problem in run.problems]
+    problems = [RunEvent("note", escape_control(problem), "warn") for problem in run.problems]
     return [*timed, *map(_finding, run.findings), *problems]
 
 
-def _from_launcher(run: Run) -> Iterator[Happening]:
+def _from_launcher(run: Run) -> Iterator[RunEvent]:
     levels: dict[str, Level] = {"hang": "bad", "restart": "bad", "straggler": "warn", "network": "warn"}
     levels |= {"moves": "good", "keeps-up": "good"}
-    for event in run.said:
+    for event in run.launcher_events:
         if event["kind"] in levels:
             kind, text = event["kind"], escape_lines(event["text"])
-            yield Happening(kind, text, levels[kind], measured(event["t"]), tuple(event["ranks"]))
+            yield RunEvent(kind, text, levels[kind], measured(event["t"]), tuple(event["ranks"]))
 
 
-def _saved(run: Run) -> Iterator[Happening]:
+def _saved(run: Run) -> Iterator[RunEvent]:
     """Yields the last checkpoint: all of them would leave no room."""
     saves = [event for log in run.ranks.values() for event in log.checkpoints]
     if saves:
@@ -266,17 +266,17 @@ def _saved(run: Run) -> Iterator[Happening]:
         reason = f", {escape_control(last['reason'])}" if last["reason"] else ""
         size = format_bytes(measured(last["bytes"]))
         text = f"step {last['step']:,}, {size}{reason}: {escape_control(last['path'])}"
-        yield Happening("saved", text, "dim", measured(last["t"]))
+        yield RunEvent("saved", text, "dim", measured(last["t"]))
 
 
-def _finding(found: Event) -> Happening:
+def _finding(found: Event) -> RunEvent:
     level: Level = "bad" if found.get("severity") == "error" else "dim"
     place = "".join(f", {key} {_text(found[key])}" for key in ("rank", "step") if found.get(key) is not None)
     where = f" at {_text(found['where'])}" if found.get("where") else ""
     text = f"{_text(found.get('code'))}{place}{where}: {_text(found.get('cause'))}"
     fix = f"\n{escape_lines(found['fix'])}" if found.get("fix") else ""
     rank = found.get("rank")
-    return Happening("finding", text + fix, level, ranks=(rank,) if isinstance(rank, int) else ())
+    return RunEvent("finding", text + fix, level, ranks=(rank,) if isinstance(rank, int) else ())
 
 
 def _text(value: Any) -> str:
@@ -288,15 +288,12 @@ MOST_RANKS = 8  # that are started for a proof on one machine
 
 @dataclass(frozen=True)
 class CheckVerdict:
-    """What is known of it."""
-
     verdict: Literal["different", "agrees", "unchecked"]  # in a word
     sentence: str  # in one
     command: str  # that would say more
 
 
 def check_verdict(run: Run) -> CheckVerdict:
-    """Returns what is known."""
     command = verify_command(run.about)
     errors = [finding for finding in run.findings if finding.get("severity") == "error"]
     notes = len(run.findings) - len(errors)
@@ -332,15 +329,12 @@ def verify_command(about: Event) -> str:
 
 HANG = 124  # an exit code
 _MOST_LAST_SEEN = 64  # ranks of which it is told what they were at
-_QUIET, _LINES = 60.0, 5  # seconds without a line, and lines that would have fitted in: a run may be dead
 
 Word = Literal["running", "ended", "failed"]
 
 
 @dataclass(frozen=True)
 class State:
-    """In a word, and in sentences."""
-
     word: Word
     sentences: tuple[str, ...]
 
@@ -382,17 +376,9 @@ def program(about: Event) -> str:
 
 
 def _running(analysis: RunAnalysis, now: float) -> str:
-    heard = max((last(log) for log in analysis.logs), default=0.0)
-    quiet = now - heard
-    if heard and quiet > max(_QUIET, _LINES * _line(analysis)):
+    if quiet := _silence(analysis.logs, now):
         return f"It is still running, or was killed with its launcher: the last line is {format_duration(quiet)} old."
     return "It is still running: this is what it has written by now."
-
-
-def _line(analysis: RunAnalysis) -> float:
-    """Seconds that a line takes; beyond the 10,000th step it stands for several."""
-    table = analysis.table
-    return analysis.account.usual * int(table.counts[-1]) if len(table) else 0.0
 
 
 def _exit(about: Event) -> str:
@@ -410,7 +396,11 @@ def _exit(about: Event) -> str:
 
 def _hangs(analysis: RunAnalysis) -> Iterator[str]:
     """What the launcher has said of hangs: of those that ended the run the failure tells."""
-    said = [one for one in analysis.run.said if one["kind"] in {"hang", "moves"} and one["attempt"] == analysis.number]
+    said = [
+        one
+        for one in analysis.run.launcher_events
+        if one["kind"] in {"hang", "moves"} and one["attempt"] == analysis.number
+    ]
     for one, after in zip_longest(said, said[1:]):
         if one["kind"] == "hang" and analysis.run.about.get("exit") != HANG:
             first = escape_control(str(one["text"]).partition("\n")[0])
@@ -433,19 +423,19 @@ def _failure(about: Event) -> Iterator[str]:
 def _ranks(analysis: RunAnalysis, *, over: bool) -> Iterator[str]:
     silent = [log.rank for log in analysis.logs if log.end is None] if over else []
     if silent:
-        yield f"{_named(silent)} did not come to an end: killed, or stopped with the others."
+        yield f"{rank_list(silent).capitalize()} did not come to an end: killed, or stopped with the others."
     yield from (_last_seen(log) for log in analysis.logs[:_MOST_LAST_SEEN] if log.end is None and log.at)
     missing = sorted(set(range(min(analysis.size, 1 << 16))) - {log.rank for log in analysis.logs})
     if analysis.logs and missing:
-        yield f"{_named(missing)} {'has' if len(missing) == 1 else 'have'} left no event."
+        yield f"{rank_list(missing).capitalize()} {'has' if len(missing) == 1 else 'have'} left no event."
     if not analysis.logs:
         yield "No rank has written an event: the script ended before its first step, or did not begin."
     few: dict[int, list[int]] = {}
     for rank, count in analysis.table.left_out.items():
         few.setdefault(count, []).append(rank)
     for count, ranks in few.items() if analysis.steps else ():
-        be = "has" if len(ranks) == 1 else "have each", "is" if len(ranks) == 1 else "are"
-        yield f"{_named(ranks)} {be[0]} taken {plural(count, 'step')} and {be[1]} not compared with the others."
+        who, (have, be) = rank_list(ranks).capitalize(), ("has", "is") if len(ranks) == 1 else ("have each", "are")
+        yield f"{who} {have} taken {plural(count, 'step')} and {be} not compared with the others."
 
 
 def _last_seen(log: RankLog) -> str:
@@ -477,7 +467,3 @@ def _foreign(analysis: RunAnalysis) -> Iterator[str]:
     absent = [name for name, found in lacking.items() if not found]
     if absent and analysis.size > 1:
         yield f"Not recorded, since the script does not report them: {join_and(absent)}."
-
-
-def _named(ranks: list[int]) -> str:
-    return f"Ranks {spans(ranks)}" if len(ranks) > 1 else f"Rank {ranks[0]}"

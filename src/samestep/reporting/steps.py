@@ -35,11 +35,7 @@ _LATEST = 1 << 53  # steps; more is no count
 
 @dataclass(frozen=True)
 class StepTable:
-    """A run's steps.
-
-    Attributes:
-        left_out: ranks that have too few steps to be compared, and how many they have.
-    """
+    """A run's steps; `left_out` are ranks that have too few to be compared, and how many they have."""
 
     ranks: tuple[int, ...]  # by row
     steps: Ints  # by column, the last step that it stands for
@@ -50,7 +46,7 @@ class StepTable:
     @classmethod
     def of(cls, logs: Sequence[RankLog]) -> StepTable:
         """Returns the table of the ranks of an attempt; a rank that has less than half of the steps is left out."""
-        lines = {log.rank: sound(log.steps) for log in logs}
+        lines = {log.rank: valid_steps(log.steps) for log in logs}
         taken = {rank: sum(line["steps"] for line in each.values()) for rank, each in lines.items()}
         most = max(taken.values(), default=0)
         full = {rank: each for rank, each in lines.items() if each and 2 * taken[rank] >= most}
@@ -68,7 +64,6 @@ class StepTable:
         return len(self.steps)
 
     def columns(self, chosen: slice | NDArray[Any]) -> StepTable:
-        """Returns the table of some columns."""
         return replace(self, steps=self.steps[chosen], counts=self.counts[chosen], spent=self.spent[:, chosen])
 
     @cached_property
@@ -122,7 +117,7 @@ class StepTable:
         return mean
 
 
-def sound(lines: Sequence[Event]) -> dict[int, Event]:
+def valid_steps(lines: Sequence[Event]) -> dict[int, Event]:
     """Returns lines that stand for steps, by the last of these; of two of one step the later counts."""
     return {line["step"]: line for line in lines if 0 < line["step"] < _LATEST and 0 < line["steps"] < _LATEST}
 
@@ -143,7 +138,7 @@ class TimeBreakdown:
     first: float  # the first step
     outside_training: dict[str, float]  # "evaluate", "save" and "load", where there were any
     step: float  # a step after the first, in the mean
-    usual: float  # likewise, the median
+    median: float  # likewise
     slowest: float  # likewise, the longest
     slowest_step: int  # which that is
     phases: dict[str, float]  # a step after the first, by phase
@@ -181,7 +176,7 @@ def account(table: StepTable, logs: Sequence[RankLog], ended: float | None = Non
         first=float(table.trained[:, 0].mean()) if len(table) else 0.0,
         outside_training=_outside_training(logs),
         step=steady.mean(steady.trained),
-        usual=_median(trained, steady),
+        median=_median(trained, steady),
         slowest=float(trained.max()),
         slowest_step=int(steady.steps[trained.argmax()]) if len(steady) else 0,
         phases={name: found for name in TRAINING if (found := steady.mean(steady.of_phases(name)))},
@@ -232,8 +227,6 @@ class Straggler:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """How fast each rank is."""
-
     table: StepTable  # of the steps
 
     @cached_property

@@ -25,8 +25,6 @@ MUCH = 0.2  # of all training, for one step
 
 @dataclass(frozen=True)
 class Summary:
-    """What there is to say first."""
-
     header: str  # what was run, when, and on what
     state: State  # what became of the run
     same: CheckVerdict  # whether it was the same training
@@ -69,7 +67,7 @@ def as_json(analysis: RunAnalysis, found: Summary) -> dict[str, Any]:
         },
         "step": {
             "mean": account.step,
-            "median": account.usual,
+            "median": account.median,
             "slowest": {"step": account.slowest_step, "seconds": account.slowest},
             "phases": account.phases,
         },
@@ -79,7 +77,7 @@ def as_json(analysis: RunAnalysis, found: Summary) -> dict[str, Any]:
         "values": values(analysis),
         "advice": [vars(each) for each in found.advice],
         "findings": analysis.run.findings,
-        "launcher": analysis.run.said,
+        "launcher": analysis.run.launcher_events,
         "checkpoints": checkpoints(analysis),
         "problems": analysis.run.problems,
         "sentences": {
@@ -165,7 +163,7 @@ def _time(analysis: RunAnalysis) -> Iterator[str]:
     yield _step(analysis)
     if analysis.size > 1 and account.waits:
         yield _waits(analysis)
-    beyond = account.first - account.usual
+    beyond = account.first - account.median
     if len(analysis.table) > 1 and beyond > 0:
         yield (
             f"The first step took {format_duration(account.first)}, {format_duration(beyond)} more than a usual one "
@@ -196,7 +194,7 @@ def _step(analysis: RunAnalysis) -> str:
     slowest = f"; the slowest, step {account.slowest_step:,}, {format_duration(account.slowest)}"
     alone = account.slowest / account.training if account.training else 0.0
     slowest += f", {format_percent(alone)} of all training" if alone > MUCH and analysis.steps > 1 / MUCH else ""
-    return f"A step takes {format_duration(account.step)} (median {format_duration(account.usual)}{slowest}): {text}."
+    return f"A step takes {format_duration(account.step)} (median {format_duration(account.median)}{slowest}): {text}."
 
 
 def _waits(analysis: RunAnalysis) -> str:
@@ -238,7 +236,6 @@ def clock(moment: float) -> str:
 
 
 def lines(found: Summary) -> list[str]:
-    """Returns the summary for a terminal."""
     parts = {
         "": [*filter(None, [found.header]), *found.state.sentences],
         "is it the same training?": (found.same.sentence,),

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from samestep.reporting.run_log import Event, RankLog, measured, number_of
-from samestep.reporting.steps import TRAINING, Floats, Ints, StepTable, sound
+from samestep.reporting.steps import TRAINING, Floats, Ints, StepTable, valid_steps
 
 SLOWEST, BETWEEN = 5, 11  # how many of them
 MOST_RANKS = 64  # that are drawn
@@ -25,38 +25,32 @@ MOST_BUCKETS = 64  # of a rank
 
 
 @dataclass(frozen=True)
-class Lane:
-    """A rank in a step; times are microseconds from the begin of the rank that began first.
-
-    Attributes:
-        spans: (phase, begin, length, label); the label is a collective's name and place.
-        buckets: (number, bytes, ready, begun, done), None where nobody says.
-    """
+class RankTimeline:
+    """A rank in a step; times are microseconds from the begin of the rank that began first."""
 
     rank: int
-    spans: list[tuple[str, float, float, str]]
+    spans: list[tuple[str, float, float, str]]  # phase, begin, length, and a collective's name and place
+    # number, bytes, ready, begun, done; None where nobody says
     buckets: list[tuple[int, int, float | None, float | None, float | None]]
     more: int  # spans that were left out
 
 
 @dataclass(frozen=True)
-class Moment:
-    """A step."""
-
+class StepTimeline:
     step: int
     why: str  # it was chosen
     seconds: float  # of training in it, the mean of the ranks
-    lanes: list[Lane]  # by rank
+    lanes: list[RankTimeline]  # by rank
 
 
-def moments(table: StepTable, logs: Sequence[RankLog]) -> list[Moment]:
+def moments(table: StepTable, logs: Sequence[RankLog]) -> list[StepTimeline]:
     """Returns the chosen steps in their order; fewer where there are fewer."""
     if not len(table):
         return []
     drawn = _drawn(table, logs)
-    lines = {log.rank: sound(log.steps) for log in drawn}
+    lines = {log.rank: valid_steps(log.steps) for log in drawn}
     return [
-        Moment(
+        StepTimeline(
             step=int(table.steps[column]),
             why=why,
             seconds=float(table.trained[:, column].mean()),
@@ -89,7 +83,7 @@ def _drawn(table: StepTable, logs: Sequence[RankLog]) -> list[RankLog]:
     return sorted(some, key=lambda log: log.rank)
 
 
-def _lanes(step: int, logs: Sequence[RankLog], lines: dict[int, dict[int, Event]]) -> Iterator[Lane]:
+def _lanes(step: int, logs: Sequence[RankLog], lines: dict[int, dict[int, Event]]) -> Iterator[RankTimeline]:
     begins = {log.rank: began(lines[log.rank][step]) - log.clock_offset for log in logs}
     zero = min(begins.values())
     for log in logs:
@@ -98,7 +92,9 @@ def _lanes(step: int, logs: Sequence[RankLog], lines: dict[int, dict[int, Event]
             (str(name), round(measured(begin) + shift, 1), measured(length), " at ".join(map(str, call[:2])))
             for name, begin, length, *call in line["spans"]
         ]
-        yield Lane(log.rank, spans, [_bucket(each, shift) for each in line["buckets"][:MOST_BUCKETS]], line["more"])
+        yield RankTimeline(
+            log.rank, spans, [_bucket(each, shift) for each in line["buckets"][:MOST_BUCKETS]], line["more"]
+        )
 
 
 def _bucket(bucket: Sequence[float | None], shift: float) -> tuple[int, int, float | None, float | None, float | None]:
@@ -134,8 +130,6 @@ class Box:
 
 @dataclass(frozen=True)
 class Gantt:
-    """A step."""
-
     step: int
     schedule: str
     stages: int
@@ -144,7 +138,6 @@ class Gantt:
 
     @property
     def seconds(self) -> float:
-        """From the first action's begin to the last one's end."""
         return max(box.end for box in self.boxes) - min(box.begin for box in self.boxes)
 
     @property
@@ -156,7 +149,6 @@ class Gantt:
 
     @property
     def micro_batches(self) -> int:
-        """How many the step was cut into."""
         return len({box.micro_batch for box in self.boxes})
 
 
@@ -201,11 +193,7 @@ STACKED = 200  # ranges of the phases
 
 @dataclass(frozen=True)
 class Curve:
-    """A logged value over the steps.
-
-    Attributes:
-        means, lowest, highest: of it.
-    """
+    """A logged value over the steps."""
 
     name: str
     steps: list[int]  # the last of each range
@@ -270,7 +258,6 @@ class Course:
 
 
 def course(table: StepTable) -> Course:
-    """Returns the course of all steps but the first."""
     steady = table.steady
     edges = ranges(len(steady), STACKED)
     if len(edges) < 2 or not steady.ranks:
@@ -282,7 +269,6 @@ def course(table: StepTable) -> Course:
 
 
 def ends(table: StepTable, edges: Sequence[int]) -> list[int]:
-    """Returns the last step of each range."""
     return [int(table.steps[edge - 1]) for edge in edges[1:]]
 
 

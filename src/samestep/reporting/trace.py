@@ -21,10 +21,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from samestep.reporting.content import json_safe
-from samestep.reporting.packed import instant
-from samestep.reporting.run_log import Event, RankLog, Run, measured
-from samestep.reporting.steps import WAITS, sound
+from samestep.reporting.run_log import Event, RankLog, Run, instant, json_safe, measured
+from samestep.reporting.steps import WAITS, valid_steps
 from samestep.reporting.timeline import began
 
 PHASES, COLLECTIVES, STEPS, PIPELINE, CHECKPOINTS, BUCKETS = 1, 2, 3, 4, 5, 10
@@ -68,7 +66,7 @@ def _events(run: Run, logs: Sequence[RankLog], zero: float) -> Iterator[_FIELDS]
         for thread, name in {**THREADS, **(OTHERS if log.pipelines or log.checkpoints else {})}.items():
             yield _name(log.rank, name, thread)
         yield from _Rank(log, zero).events()
-    said = [one for one in run.said if not logs or one["attempt"] == logs[0].attempt]
+    said = [one for one in run.launcher_events if not logs or one["attempt"] == logs[0].attempt]
     if said:
         yield _name(LAUNCHER, "launcher")
     for one in said:
@@ -84,15 +82,13 @@ def _events(run: Run, logs: Sequence[RankLog], zero: float) -> Iterator[_FIELDS]
 
 
 class _Rank:
-    """One rank's events."""
-
     def __init__(self, log: RankLog, zero: float) -> None:
         self._log, self._zero = log, zero
         self._lanes: list[float] = []  # until when each thread of buckets is taken
         self._until: dict[int, float] = {}  # when the last box of each thread ended
 
     def events(self) -> Iterator[_FIELDS]:
-        for line in sound(self._log.steps).values():
+        for line in valid_steps(self._log.steps).values():
             yield from self._step(line)
         for line in self._log.pipelines:
             yield from self._pipeline(line)

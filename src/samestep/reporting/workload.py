@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.reporting.run_log import Event, RankLog, measured
-from samestep.reporting.steps import Floats, StepTable, sound
+from samestep.reporting.steps import Floats, StepTable, valid_steps
 
 FOLLOWS = 0.5  # of the variance of the times is explained by the work
 FEWEST = 10  # steps of which that can be said
@@ -28,37 +28,24 @@ Unit = Literal["samples", "weight", "elements"]
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank had.
-
-    Attributes:
-        samples, weight: of a step, in the mean; without samestep's loader the weight is elements, the numbers in its
-            batches, and samples are 0.
-        least, most: the least and the most weight of a step.
-    """
+    """What one rank had of a step, in the mean."""
 
     rank: int
-    samples: float
-    weight: float
-    least: float
-    most: float
+    samples: float  # 0 without samestep's loader
+    weight: float  # without samestep's loader the numbers in its batches
+    least: float  # weight of a step
+    most: float  # likewise
     epoch: int  # the last
-    epochs: int  # how many there were
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The work of all ranks.
-
-    Attributes:
-        imbalance: by how much the rank that has most of a step has more than the mean, in the mean of the steps; None
-            where not all ranks tell it of the same steps.
-        follows: how much of the differences between the ranks' times the work explains, None where nothing differs.
-    """
-
     shares: tuple[Share, ...]  # by rank
     unit: Unit  # what the imbalance is of
+    # by how much the rank that has most of a step has more than the mean, in the mean of the steps; None where not all
+    # ranks tell it of the same steps
     imbalance: float | None
-    follows: float | None
+    follows: float | None  # how much of the ranks' differences in time the work explains, None where nothing differs
     cost: float  # seconds of a step that an even division would save
 
 
@@ -106,12 +93,12 @@ def _uneven(work: Floats, table: StepTable) -> tuple[float, float | None, float]
 
 
 def _lines(log: RankLog) -> dict[int, Event]:
-    return {step: line["work"] for step, line in sound(log.steps).items() if line["work"]}
+    return {step: line["work"] for step, line in valid_steps(log.steps).items() if line["work"]}
 
 
 def _share(rank: int, lines: Sequence[Event]) -> Share:
     samples = [measured(line.get("samples", 0)) for line in lines]
     weight = [measured(line.get("weight", line.get("elements", 0))) for line in lines]
-    epochs = {int(measured(line.get("epoch", 0))) for line in lines}
+    epoch = max(int(measured(line.get("epoch", 0))) for line in lines)
     mean = float(np.mean(samples)), float(np.mean(weight))
-    return Share(rank, *mean, min(weight), max(weight), max(epochs), len(epochs))
+    return Share(rank, *mean, min(weight), max(weight), epoch)

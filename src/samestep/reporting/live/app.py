@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.text import Text
 
-from samestep.reporting.live.log_tail import Tail, forget
-from samestep.reporting.live.model import Scene, ViewState
-from samestep.reporting.live.render import Marks, picture, snapshot
+from samestep.reporting.live.log_tail import LogTail, trim
+from samestep.reporting.live.model import ViewState, WatchModel
+from samestep.reporting.live.render import Marks, Renderer
 from samestep.reporting.live.terminal import Terminal
 from samestep.reporting.run_log import Run
 
@@ -22,13 +22,11 @@ CALM = 2.0  # at one that is over: somebody may start it again
 
 @dataclass
 class WatchApp:
-    """A run on a console."""
-
     run: Run  # is read again and again
     console: Console  # where it is shown
     choice: ViewState  # what is shown of it
     trouble: str = ""  # why it could not be read the last time; "" where it could
-    _tail: Tail | None = None
+    _tail: LogTail | None = None
     _shown: Sequence[Text | None] = ()
     _size: tuple[int, int] = (0, 0)
     _now: float = field(default_factory=time.time)
@@ -40,22 +38,21 @@ class WatchApp:
         self.marks = Marks(colours=colours, few=few, ascii_only=not encoding.startswith("utf"))
 
     @property
-    def scene(self) -> Scene:
+    def model(self) -> WatchModel:
         """What there is to see; a pause stops the clock too."""
-        return Scene(self.run, self.choice, self._now, self.trouble)
+        return WatchModel(self.run, self.choice, self._now, self.trouble)
 
-    def output(self, scene: Scene) -> list[str]:
-        """The last lines of the chosen rank's output."""
-        path = scene.output()
+    def output(self, model: WatchModel) -> list[str]:
+        path = model.output()
         if self._tail is None or self._tail.path != path:
-            self._tail = Tail(path)
+            self._tail = LogTail(path)
         return self._tail.read()
 
     def once(self) -> None:
-        """Prints all that there is, and is done."""
-        scene = self.scene
+        model = self.model
         with self.console.capture() as page:  # rich would end the process where nobody reads
-            for line in snapshot(scene, self.output(scene), self.console.width, self.marks):
+            renderer = Renderer(model, self.marks, self.console.width, is_live=False)
+            for line in renderer.whole(self.output(model)):
                 self.console.print(self._encoded(line), soft_wrap=True)
         self.console.file.write(page.get())
         self.console.file.flush()
@@ -68,7 +65,7 @@ class WatchApp:
                 due = time.monotonic() + (CALM if self.run.is_over else PERIOD)
                 while (left := due - time.monotonic()) > 0:
                     for key in terminal.wait(left):
-                        if not self._press(key):
+                        if not self._handle_key(key):
                             return 0
                         self._draw()
                     if terminal.ended_by is not None:
@@ -76,11 +73,11 @@ class WatchApp:
                 if not self.choice.is_paused:
                     self._refresh()
 
-    def _press(self, key: str) -> bool:
+    def _handle_key(self, key: str) -> bool:
         if not key:
             self._size = (0, 0)  # draws every line again
             return True
-        return self.choice.press(key, self.scene.seen)
+        return self.choice.handle_key(key, self.model)
 
     def _refresh(self) -> None:
         try:
@@ -90,12 +87,12 @@ class WatchApp:
                 self.run.refresh()
         except OSError as error:
             self.trouble = f"{error.filename or self.run.path} cannot be read: {error.strerror}"
-        forget(self.run)
+        trim(self.run)
         self._now = time.time()
 
     def _draw(self) -> None:
-        scene, (width, height) = self.scene, self.console.size
-        lines = picture(scene, self.output(scene), width, height, self.marks)
+        model, (width, height) = self.model, self.console.size
+        lines = Renderer(model, self.marks, width).screen(self.output(model), height)
         before = self._shown if self._size == (width, height) else [None] * height
         self._shown, self._size = lines, (width, height)
         with self.console:  # written at once

@@ -32,30 +32,25 @@ _OBEYED = re.compile(  # what a terminal obeys: CSI, OSC and their like, two-byt
 
 
 def open_latest(path: Path) -> Run:
-    """Returns a run of whose ranks only the first and the last events are read.
-
-    Raises:
-        UsageError: as :func:`samestep.reporting.run_log.open_run`.
-    """
+    """Returns a run of whose ranks only the first and the last events are read; refuses what `open_run` refuses."""
     run = open_run(path, LatestReader)
-    forget(run)
+    trim(run)
     return run
 
 
-def forget(run: Run) -> None:
+def trim(run: Run) -> None:
     """Drops what a live view shows no more."""
     for log in run.ranks.values():
         for events in (log.values, log.checkpoints, log.pipelines):
             del events[:-KEPT]
         del log.steps[: -2 * LOOK]
-    del run.said[:-KEPT]
+    del run.launcher_events[:-KEPT]
 
 
 class LatestReader(Reader):
     """Reads a file's beginning and its end, and then what is appended; of many steps only the last, and in short."""
 
     def events(self) -> Iterator[Event]:
-        """Yields the latest of what has been written since the last call."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -88,7 +83,7 @@ class LatestReader(Reader):
 
 
 @dataclass
-class Tail:
+class LogTail:
     """The last lines of a file that may still be written; reads it only when it has changed."""
 
     path: Path
@@ -96,7 +91,6 @@ class Tail:
     _stamp: tuple[int, int] | None = None
 
     def read(self) -> list[str]:
-        """Returns the last lines; none where there is no such file."""
         try:
             file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:

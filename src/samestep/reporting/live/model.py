@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from samestep.paths import rank_file
 from samestep.reporting import status
 from samestep.reporting.run_log import Event, RankLog, RecentSteps, Run, measured, median_step, recent_steps
-from samestep.reporting.status import Happening, RankStatus
+from samestep.reporting.status import RankStatus, RunEvent
 from samestep.text import escape_control, format_duration, format_number, plural
 
 Panel = Literal["out", "err", "events"]
@@ -32,59 +32,36 @@ KEYS = (
 )
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What is on the screen when a key is pressed: whose, and what there is besides."""
-
-    rank: int
-    panel: Panel
-    ranks: Sequence[int]
-    attempts: Sequence[int]
-    troubled: Callable[[], Sequence[int]]
-
-
 @dataclass
 class ViewState:
-    """What somebody has chosen."""
-
     rank: int | None = None  # whose output is shown; None leaves it to the run
     panel: Panel | None = None  # which of it, or what has happened instead; None likewise
     attempt: int | None = None  # of the run; None follows the latest
     is_paused: bool = False  # nothing is read meanwhile
     is_help: bool = False  # the keys are explained
 
-    def shown_attempt(self, run: Run) -> int:
-        """Returns the attempt that is seen."""
-        latest = max(run.attempts, default=0)
-        return latest if self.attempt is None or self.attempt not in run.attempts else self.attempt
-
-    def press(self, key: str, seen: Seen) -> bool:
-        """Obeys a key; returns whether to go on."""
+    def handle_key(self, key: str, model: WatchModel) -> bool:
+        """Obeys a key that is pressed at this sight of the run; returns whether to go on."""
+        panels: dict[str, Panel] = {"o": "out", "e": "err", "tab": "err" if model.panel == "out" else "out"}
+        panels["f"] = "out" if model.panel == "events" else "events"
         if self.is_help:
             self.is_help = False  # whatever the key
-        elif key in {"tab", "o", "e", "f"}:
-            self._show(key, seen.panel)
+        elif key in panels:
+            self.panel = panels[key]
         elif key == " ":
             self.is_paused = not self.is_paused
         elif key == "a":
-            self._other_attempt(seen.attempts)
+            self._other_attempt(model.attempts)
         elif key in {"?", "h"}:
             self.is_help = True
         elif key == "q":
             return False
         elif key == "n":
-            self._next_of(seen.troubled(), seen.rank)
-        elif seen.ranks:
-            self._move(key, seen.ranks, seen.rank)
+            problems = model.problem_ranks
+            self.rank = next((rank for rank in problems if rank > model.rank), problems[0] if problems else self.rank)
+        elif model.ranks:
+            self._move(key, model.ranks, model.rank)
         return True
-
-    def _show(self, key: str, panel: Panel) -> None:
-        if key == "tab":
-            self.panel = "err" if panel == "out" else "out"
-        elif key == "f":
-            self.panel = "out" if panel == "events" else "events"
-        else:
-            self.panel = "out" if key == "o" else "err"
 
     def _other_attempt(self, attempts: Sequence[int]) -> None:
         """The one before, round to the latest, which is followed."""
@@ -92,10 +69,6 @@ class ViewState:
             now = attempts[-1] if self.attempt is None else self.attempt
             before = [each for each in attempts if each < now]
             self.attempt = before[-1] if before else None
-
-    def _next_of(self, ranks: Sequence[int], now: int) -> None:
-        if ranks:
-            self.rank = next((rank for rank in ranks if rank > now), ranks[0])
 
     def _move(self, key: str, ranks: Sequence[int], now: int) -> None:
         last = len(ranks) - 1
@@ -111,8 +84,6 @@ class ViewState:
 
 @dataclass(frozen=True)
 class Row:
-    """A rank."""
-
     rank: int
     host: str
     step: int
@@ -130,7 +101,7 @@ class Value:
 
 
 @dataclass
-class Scene:
+class WatchModel:
     """A run, as somebody looks at it who has chosen what to see."""
 
     run: Run
@@ -140,22 +111,19 @@ class Scene:
 
     @cached_property
     def attempt(self) -> int:
-        """Which attempt is seen."""
-        return self.choice.shown_attempt(self.run)
+        chosen = self.choice.attempt
+        return chosen if chosen in self.attempts else max(self.attempts, default=0)
 
     @cached_property
     def attempts(self) -> list[int]:
-        """Those that there are."""
         return self.run.attempts
 
     @cached_property
     def logs(self) -> dict[int, RankLog]:
-        """What the ranks of the attempt have written."""
         return {log.rank: log for log in self.run.attempt(self.attempt)}
 
     @cached_property
     def ranks(self) -> list[int]:
-        """All ranks of the attempt."""
         return status.ranks_of(self.run, self.attempt)
 
     @cached_property
@@ -172,19 +140,12 @@ class Scene:
         failed = status.blamed(self.run) == self.rank and self.is_over
         return self.choice.panel or ("err" if failed else "out")
 
-    @property
-    def seen(self) -> Seen:
-        """What keys go by."""
-        return Seen(self.rank, self.panel, self.ranks, self.attempts, lambda: self.troubled)
-
     @cached_property
-    def launcher_state(self) -> status.Said:
-        """What the launcher has said of it."""
-        return status.said(self.run, self.attempt)
+    def launcher_state(self) -> status.LauncherState:
+        return status.launcher_state(self.run, self.attempt)
 
     @cached_property
     def is_over(self) -> bool:
-        """Whether the attempt is."""
         return self.run.is_over or self.attempt != max(self.attempts, default=self.attempt)
 
     @cached_property
@@ -193,7 +154,6 @@ class Scene:
         return {rank: recent_steps(log) for rank, log in self.logs.items()}
 
     def row(self, rank: int) -> Row:
-        """Returns what is seen of a rank."""
         log, its = self.logs.get(rank), self.paces.get(rank, RecentSteps())
         at = status.rank_status(log, its, self.launcher_state, self.now, is_over=self.is_over)
         blamed = status.blamed(self.run)
@@ -206,13 +166,11 @@ class Scene:
         return Row(rank, host, 0 if log is None else log.step, its, at)
 
     @cached_property
-    def troubled(self) -> list[int]:
-        """The ranks that somebody who looks for trouble should see."""
+    def problem_ranks(self) -> list[int]:
         return [rank for rank in self.ranks if self.row(rank).at.is_remarkable]
 
     @cached_property
     def state(self) -> RankStatus:
-        """How the run stands."""
         return status.run_status(self.run, self.launcher_state, self.now)
 
     @cached_property
@@ -222,13 +180,11 @@ class Scene:
 
     @property
     def took(self) -> float:
-        """Seconds that the run has been going, or went."""
         return status.took(self.run, self.now)
 
     @cached_property
-    def happenings(self) -> list[Happening]:
-        """What has happened to it."""
-        return status.happenings(self.run)
+    def run_events(self) -> list[RunEvent]:
+        return status.run_events(self.run)
 
     @cached_property
     def seconds(self) -> float:
@@ -250,7 +206,6 @@ class Scene:
 
     @property
     def figures(self) -> list[str]:
-        """How far it is, and how fast."""
         step = max((log.step for log in self.logs.values()), default=0)
         words = [f"step {escape_control(f'{step:,}')}"]
         if self.seconds:
@@ -272,7 +227,6 @@ class Scene:
         return [Value(escape_control(name), _number(all_[-1]), all_) for name, all_ in by_name.items()]
 
     def output(self) -> Path:
-        """Returns the file of what the chosen rank has printed."""
         stream = "err" if self.panel == "err" else "out"
         log = self.logs.get(self.rank)
         if log is None:
@@ -290,7 +244,6 @@ def _has_first_stage(log: RankLog) -> bool:
 
 
 def path_as_said(path: Path) -> str:
-    """Returns a path as short as it can be said from here."""
     whole, here = _whole(path), _whole(Path())
     return str(whole.relative_to(here)) if whole.is_relative_to(here) else str(whole)
 

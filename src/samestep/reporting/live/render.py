@@ -29,15 +29,13 @@ from rich.cells import cell_len, set_cell_size
 from rich.style import Style
 from rich.text import Text
 
-from samestep.reporting.live.model import KEYS, Row, Scene, Value, path_as_said
+from samestep.reporting.live.model import KEYS, Row, Value, WatchModel, path_as_said
 from samestep.reporting.run_log import largest_remainder
-from samestep.reporting.status import Happening, Level
+from samestep.reporting.status import Level, RunEvent
 from samestep.text import escape_control, format_duration, format_elapsed
 
 
 class Mark(NamedTuple):
-    """How a phase is shown."""
-
     symbol: str
     ink: str
     ground: str
@@ -60,13 +58,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class Marks:
-    """What a terminal can show.
-
-    Args:
-        colours: it has some.
-        few: no more than 16.
-        ascii_only: it has no letters but those.
-    """
+    """What a terminal can show: colours, no more than 16 of them (`few`), letters beyond ASCII."""
 
     def __init__(self, *, colours: bool = True, few: bool = False, ascii_only: bool = False) -> None:
         self.colours = colours
@@ -77,7 +69,6 @@ class Marks:
         self.ascii_only = ascii_only
 
     def bar(self, spent: Mapping[str, float], width: int) -> Text:
-        """Returns the share of each phase in `width` cells."""
         text = Text(no_wrap=True)
         for name, count in largest_remainder(spent, width).items():
             symbol = PHASES[name].symbol
@@ -92,7 +83,6 @@ class Marks:
         return whole if len(whole) <= width else self.named([name for name in PHASES if name in present])
 
     def named(self, names: Sequence[str]) -> Text:
-        """Returns the letters of phases with their names."""
         text = Text(" ", no_wrap=True)
         for name in names:
             text.append(PHASES[name].symbol, self._styles[name] if self.colours else "bold")
@@ -152,21 +142,21 @@ class Layout:
     """How many lines each part gets; 0 where there is no room for it."""
 
     ranks: int
-    happenings: int
+    run_events: int
     panel: int
     legend: int = 1
 
     @classmethod
-    def of(cls, free: int, ranks: int, happenings: int) -> Layout:
+    def of(cls, free: int, ranks: int, run_events: int) -> Layout:
         """Divides what is left for numbers 4 to 7: ranks before the panel, the panel before the events.
 
-        >>> Layout.of(20, ranks=8, happenings=9)
-        Layout(ranks=8, happenings=3, panel=5, legend=1)
+        >>> Layout.of(20, ranks=8, run_events=9)
+        Layout(ranks=8, run_events=3, panel=5, legend=1)
         """
         roomy = free > FEW_LINES
-        happenings = min(happenings, 6 if roomy else 3)
+        run_events = min(run_events, 6 if roomy else 3)
         least = (10 if roomy else 5) + 2  # with head and legend
-        shown = happenings + 1 if happenings and free >= 14 else 0
+        shown = run_events + 1 if run_events and free >= 14 else 0
         rows = max(1, min(ranks, free - least - shown - 1))
         panel = free - 2 - rows - shown - 1
         if panel < 1:
@@ -174,51 +164,45 @@ class Layout:
         return cls(rows, max(0, shown - 1), panel)
 
 
-def picture(scene: Scene, output: Sequence[str], width: int, height: int, marks: Marks) -> list[Text]:
-    """Returns the lines of a terminal; `output` are the last lines of the chosen rank's."""
-    return Picture(scene, marks, width).screen(output, height)
+class Renderer:
+    """The lines of a model, `width` cells wide; without `is_live` no rank is marked as the chosen one."""
 
-
-def snapshot(scene: Scene, output: Sequence[str], width: int, marks: Marks) -> list[Text]:
-    """Returns all that there is, in as many lines as it takes; of the output the last ten lines."""
-    return Picture(scene, marks, width, is_live=False).whole(output[-10:])
-
-
-class Picture:
-    """Draws a scene `width` cells wide."""
-
-    def __init__(self, scene: Scene, marks: Marks, width: int, *, is_live: bool = True) -> None:
-        self.scene, self.marks, self.width, self.is_live = scene, marks, max(20, width), is_live
+    def __init__(self, model: WatchModel, marks: Marks, width: int, *, is_live: bool = True) -> None:
+        self.model, self.marks, self.width, self.is_live = model, marks, max(20, width), is_live
         self.at_width = min(44, max(16, self.width * 28 // 100))
-        hosts = {log.host for log in scene.logs.values()}
+        hosts = {log.host for log in model.logs.values()}
         self.host_width = min(20, max(map(len, hosts), default=0)) if len(hosts) > 1 and self.width >= 110 else 0
 
     def screen(self, output: Sequence[str], height: int) -> list[Text]:
-        """Returns the lines of a screen."""
-        if self.scene.choice.is_help:
-            return self._padded([*self._keys()], height)
+        if self.model.choice.is_help:
+            return self._fitted([*self._keys()], height)
         top = list(self._top())
-        events = self.scene.panel == "events"
-        shown = 0 if events else len(self.scene.happenings)
-        layout = Layout.of(height - len(top) - 1, len(self.scene.ranks), shown)
+        events = self.model.panel == "events"
+        shown = 0 if events else len(self.model.run_events)
+        layout = Layout.of(height - len(top) - 1, len(self.model.ranks), shown)
         lines = [*top, *self._ranks(layout)]
-        if layout.happenings:
-            lines += self._happenings(layout.happenings)
+        if layout.run_events:
+            lines += self._run_events(layout.run_events)
         if layout.panel:
             lines += self._events(layout.panel) if events else self._output(output, layout.panel)
-        return self._padded(lines, height)
+        return self._fitted(lines, height)
 
     def whole(self, output: Sequence[str]) -> list[Text]:
-        """Returns the lines of a page of any length."""
-        ranks = len(self.scene.ranks)
+        """Returns all that there is, in as many lines as it takes; of the output the last ten lines."""
+        ranks, output = len(self.model.ranks), output[-10:]
         lines = [*self._top(), *self._ranks(Layout(max(1, ranks), 0, 0))]
-        if self.scene.happenings:
-            lines += self._events(len(self.scene.happenings) * 20)
-        return lines + (self._output(output, len(output)) if output else [])
+        if self.model.run_events:
+            lines += self._events(len(self.model.run_events) * 20)
+        return self._cut(lines + (self._output(output, len(output)) if output else []))
 
-    def _padded(self, lines: list[Text], height: int) -> list[Text]:
+    def _fitted(self, lines: list[Text], height: int) -> list[Text]:
         blank = [Text("")] * max(0, height - 1 - len(lines))
-        return [*lines[: height - 1], *blank, self._footer()][:height]
+        return self._cut([*lines[: height - 1], *blank, self._footer()][:height])
+
+    def _cut(self, lines: list[Text]) -> list[Text]:
+        for line in lines:
+            line.truncate(self.width)
+        return lines
 
     def _line(self, text: str, style: str = "") -> Text:
         return Text(self.marks.cut(text, self.width).rstrip(), style, no_wrap=True)
@@ -227,29 +211,28 @@ class Picture:
 
     def _top(self) -> Iterator[Text]:
         yield self._title()
-        yield self._line(f" {'   '.join(self.scene.figures)}", "bold")
-        if self.scene.values:
+        yield self._line(f" {'   '.join(self.model.figures)}", "bold")
+        if self.model.values:
             yield self._values()
-        if self.scene.failure:
-            for text in wrap(self.scene.failure, self.width - 2)[:3]:
+        if self.model.failure:
+            for text in wrap(self.model.failure, self.width - 2)[:3]:
                 yield self._line(f" {text}", LEVELS["bad"])
 
     def _title(self) -> Text:
-        state, took = self.scene.state, format_elapsed(self.scene.took)
+        state, took = self.model.state, format_elapsed(self.model.took)
         left = self.width - len(state.text) - len(took) - 4
-        text = Text(f" {self.marks.cut(self.scene.name(left), left)} ", no_wrap=True)
+        text = Text(f" {self.marks.cut(self.model.name(left), left)} ", no_wrap=True)
         text.append(state.text, f"bold {LEVELS[state.level]}")
         return text.append(f"  {took}")
 
     def _values(self) -> Text:
         text = Text(no_wrap=True)
-        for value in self.scene.values:
+        for value in self.model.values:
             shown = self._value(value)
             if len(text) and text.cell_len + shown.cell_len > self.width:
                 text.append(f" {self.marks.more}", "dim")
                 break
             text.append_text(shown)
-        text.truncate(self.width)
         return text
 
     def _value(self, value: Value) -> Text:
@@ -261,18 +244,17 @@ class Picture:
 
     def _ranks(self, layout: Layout) -> Iterator[Text]:
         first = self._first_row(layout.ranks)
-        rows = [self.scene.row(rank) for rank in self.scene.ranks[first : first + layout.ranks]]
+        rows = [self.model.row(rank) for rank in self.model.ranks[first : first + layout.ranks]]
         yield self._head(first, len(rows))
         yield from map(self._row, rows)
         if layout.legend:
             legend = self.marks.legend({name for row in rows for name in row.pace.spent}, self.width)
-            legend.truncate(self.width)
             yield legend
 
     def _first_row(self, count: int) -> int:
         """The chosen rank stands in the middle, as far as there are ranks on both sides."""
-        ranks = self.scene.ranks
-        at = next((row for row, rank in enumerate(ranks) if rank >= self.scene.rank), 0)
+        ranks = self.model.ranks
+        at = next((row for row, rank in enumerate(ranks) if rank >= self.model.rank), 0)
         return max(0, min(at - count // 2, len(ranks) - count))
 
     @property
@@ -280,7 +262,7 @@ class Picture:
         return max(0, self.width - 29 - self.at_width - (self.host_width and self.host_width + 1))
 
     def _head(self, first: int, count: int) -> Text:
-        all_ = len(self.scene.ranks)
+        all_ = len(self.model.ranks)
         part = "" if count >= all_ else f"{first + 1}-{first + count} of {all_:,}"
         host = f"{'host':<{self.host_width}} " if self.host_width else ""
         bar = self.marks.cut("where the last steps went", self._bar_width)
@@ -288,7 +270,7 @@ class Picture:
         return self._line(f"   rank {host}{'step':>9}{'a step':>10} {bar} {at}", "dim")
 
     def _row(self, row: Row) -> Text:
-        is_chosen = self.is_live and row.rank == self.scene.rank
+        is_chosen = self.is_live and row.rank == self.model.rank
         text = Text(f" {self.marks.chosen if is_chosen else ' '}", "bold" if is_chosen else "", no_wrap=True)
         text.append(f"{row.rank:>5}", "reverse" if is_chosen else "")
         if self.host_width:
@@ -298,7 +280,6 @@ class Picture:
         text.append(f" {step}{took:>10.10}")
         text.append(" ").append_text(self.marks.bar(row.pace.spent, self._bar_width))
         text.append(f" {self.marks.cut(row.at.text, self.at_width).rstrip()}", LEVELS[row.at.level])
-        text.truncate(self.width)
         return text
 
     # --- 6, 7 -----------------------------------------------------------------------------------
@@ -308,36 +289,31 @@ class Picture:
         text = " ".join(f"{rule} {title}" for title in titles) + " "
         return Text(self.marks.cut(text + self.marks.rule * max(0, self.width - cell_len(text)), self.width), "dim")
 
-    def _happenings(self, count: int) -> Iterator[Text]:
-        all_ = self.scene.happenings
+    def _run_events(self, count: int) -> Iterator[Text]:
+        all_ = self.model.run_events
         more = f" (the last {count} of {len(all_)}: f shows all)" if len(all_) > count else ""
         yield self._rule(f"events{more}")
         for each in all_[-count:]:
-            text = Text(f" {each.clock}  ", "dim", no_wrap=True)
-            text.append(f"{each.kind:<9}  ", f"not dim {LEVELS[each.level]}")
-            text.append(self.marks.cut(each.text.split("\n")[0], self.width - 22).rstrip(), "not dim")
-            text.truncate(self.width)
-            yield text
+            yield self._event_line(each, self.marks.cut(each.text.split("\n")[0], self.width - 22).rstrip())
 
     def _events(self, count: int) -> list[Text]:
-        lines = [line for each in self.scene.happenings for line in self._event_lines(each)]
+        lines = [line for each in self.model.run_events for line in self._event_lines(each)]
         return [self._rule("events"), *(lines[-count:] or [self._line(" nothing so far", "dim")])]
 
-    def _event_lines(self, each: Happening) -> Iterator[Text]:
+    def _event_lines(self, each: RunEvent) -> Iterator[Text]:
         """All that there is to say of it, in as many lines as that takes."""
-        margin = " " * 22
         texts = [line for text in each.text.split("\n") for line in wrap(text, max(20, self.width - 22)) or [""]]
         for number, text in enumerate(texts):
-            line = Text(margin if number else f" {each.clock}  ", "dim", no_wrap=True)
-            if not number:
-                line.append(f"{each.kind:<9}  ", f"not dim {LEVELS[each.level]}")
-            line.append(text, "not dim")
-            line.truncate(self.width)
-            yield line
+            yield Text(" " * 22, no_wrap=True).append(text) if number else self._event_line(each, text)
+
+    def _event_line(self, each: RunEvent, text: str) -> Text:
+        line = Text(f" {each.clock}  ", "dim", no_wrap=True)
+        line.append(f"{each.kind:<9}  ", f"not dim {LEVELS[each.level]}")
+        return line.append(text, "not dim")
 
     def _output(self, output: Sequence[str], count: int) -> list[Text]:
-        rank, stream = self.scene.rank, TITLES[self.scene.panel]
-        file = escape_control(path_as_said(self.scene.output()))
+        rank, stream = self.model.rank, TITLES[self.model.panel]
+        file = escape_control(path_as_said(self.model.output()))
         lines = [self._line(f" {line}") for line in output[-count:]] if count else []
         return [self._rule(f"rank {rank}, {stream}", file), *(lines or [self._line(" nothing so far", "dim")])]
 
@@ -345,27 +321,24 @@ class Picture:
 
     def _footer(self) -> Text:
         arrows = "j k" if self.marks.ascii_only else "↑ ↓"
-        choice = self.scene.choice
-        other = "stdout" if self.scene.panel == "err" else "stderr"
-        events = "output" if self.scene.panel == "events" else "events"
+        choice = self.model.choice
+        other = "stdout" if self.model.panel == "err" else "stderr"
+        events = "output" if self.model.panel == "events" else "events"
         keys = [("q", "quit"), (arrows, "rank"), ("Tab", other), ("f", events), ("n", "trouble")]
-        keys += [("a", "attempt")] if self.scene.attempts[1:] else []
+        keys += [("a", "attempt")] if self.model.attempts[1:] else []
         text = Text(" PAUSED " if choice.is_paused else "", "bold reverse", no_wrap=True)
         for key, what in [*keys, ("Space", "go on" if choice.is_paused else "pause"), ("?", "keys")]:
             text.append(f" {key}", "bold not reverse").append(f" {what} ", "dim not bold not reverse")
-        text.truncate(self.width)
         return text
 
     def _keys(self) -> Iterator[Text]:
         yield self._line(" samestep watch: keys", "bold")
         for key, what in KEYS:
             text = Text(f"   {key:<16}", "bold", no_wrap=True).append(what, "not bold")
-            text.truncate(self.width)
             yield text
         yield Text("")
         phases = list(PHASES)
         for names in (phases[:7], phases[7:]):
             text = Text("  ").append_text(self.marks.named(names))
-            text.truncate(self.width)
             yield text
         yield self._line("   these have a share of a bar only where the rank has just been in one", "dim")

@@ -47,11 +47,7 @@ _WAKING = (*_ENDING, signal.SIGTSTP, signal.SIGWINCH)
 class Terminal:
     """A context in which a console's terminal shows one picture after another.
 
-    Args:
-        console: of a terminal.
-
-    Attributes:
-        ended_by: the signal that asked to leave, None as long as none has.
+    `ended_by` is the signal that asked to leave, None as long as none has.
     """
 
     def __init__(self, console: Console) -> None:
