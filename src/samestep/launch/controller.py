@@ -111,11 +111,7 @@ def open_here(name: str, ranks: int) -> AgentConnection:
 
 
 class Controller:
-    """Holds the agents of all hosts for as long as the run lasts; a context manager.
-
-    Args:
-        hosts: in the order of their ranks.
-    """
+    """Holds the agents of all hosts, in the order of their ranks, for as long as the run lasts; a context manager."""
 
     def __init__(self, hosts: Sequence[AgentConnection]) -> None:
         self.hosts = list(hosts)

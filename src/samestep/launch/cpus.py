@@ -81,12 +81,7 @@ class Cores:
 
 
 def read_cores(root: Path = MACHINE, read: Callable[[str], str | None] = variable) -> Cores:
-    """Returns what this process may use now.
-
-    Args:
-        root: where /proc, /sys and the control groups are.
-        read: returns an environment variable.
-    """
+    """Returns what this process may use now; /proc, /sys and the control groups are below `root`."""
     usable = tuple(sorted(os.sched_getaffinity(0)))
     return Cores(usable=usable, machine=_online(root, len(usable)), quota=cpu_quota(root), slurm=slurm_share(read))
 
@@ -230,11 +225,8 @@ def _whole(text: str | None) -> int | None:
 def threads(cores: Cores, local_ranks: int, others: int = 0) -> int:
     """Returns how many threads each rank gets, at least 1, so that no two want the same core if there are enough.
 
-    Args:
-        cores: what this launcher may use.
-        local_ranks: how many ranks it starts.
-        others: ranks that other launchers start on the same cores, as several tasks of mpiexec may. Slurm's share is
-            for one task alone.
+    `others` are ranks that other launchers start on the same cores, as several tasks of mpiexec may. Slurm's share is
+    for one task alone.
     """
     together = int(min(len(cores.usable), cores.quota or math.inf))
     own = cores.slurm or together
@@ -297,12 +289,7 @@ def assign_cpus(places: Mapping[int, CpuLocation], ranks: int) -> list[tuple[int
 def describe(cores: Cores, local_ranks: int, threads: int, pinned: bool = False, *, chosen: str | None = None) -> str:
     """Returns the line that says how cores are shared, for example "2 ranks on 2 cores, 1 thread each".
 
-    Args:
-        cores: what the ranks may use.
-        local_ranks: how many there are.
-        threads: how many each gets.
-        pinned: whether each is bound to its own cores.
-        chosen: OMP_NUM_THREADS where the user has set it himself: it wins over `threads`.
+    `chosen` is OMP_NUM_THREADS where the user has set it himself: it wins over `threads`.
     """
     each = plural(threads, "thread") + (" each" if local_ranks > 1 else "")
     if chosen is not None:
@@ -333,11 +320,8 @@ def binding_warning(
 
     Open MPI binds each of up to two ranks to one core unless told otherwise: all threads of torch then share it.
 
-    Args:
-        affinities: the cpus of every rank of this host.
-        machine: how many cores the ranks could use here if nothing bound them: `unbound_cores()`.
-        threads: how many threads each rank means to use; by default as many as there are cores for each.
-        launcher: what started the ranks, as `RankVariables.source` names it; None where that is not known.
+    `machine` is how many cores the ranks could use here if nothing bound them, `unbound_cores()`; `threads` how many
+    each means to use, by default as many as there are cores for each.
     """
     ranks = len(affinities)
     wanted = max(1, machine // max(1, ranks)) if threads is None else threads

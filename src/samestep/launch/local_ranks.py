@@ -82,12 +82,7 @@ class _LocalRank:
 
 
 class LocalRanks:
-    """The ranks of one host.
-
-    Args:
-        loop: calls it.
-        send: where messages go.
-    """
+    """The ranks of one host; `send` passes their messages on."""
 
     def __init__(self, loop: Loop, send: Send) -> None:
         self._loop = loop
@@ -255,10 +250,8 @@ class LocalRanks:
         `stop`, `preempt` and `flight` go over the control pipe, `signal` to the ranks alone, `terminate` and `kill` to
         all that they have started too; `dump_stacks` makes them write their stacks, `position` sends these.
 
-        Args:
-            what: the command.
-            ranks: of any host.
-            number: of the signal; with `stop` the exit code, 0 for that of one ended by SIGTERM.
+
+        `number` is of the signal; with `stop` it is the exit code, 0 for that of one ended by SIGTERM.
         """
         for one in [self._ranks[rank] for rank in ranks if rank in self._ranks]:
             if what in {"stop", "preempt", "flight"}:

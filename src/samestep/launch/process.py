@@ -47,10 +47,8 @@ class Process(Protocol):
 class ForkedProcess:
     """A process made by os.fork; forget it only after :meth:`wait`.
 
-    Args:
-        pid: its number.
-        look: where it is the child of a fork server, returns the exit code that this knows; waits for it and reaps it
-            where its argument is true.
+    Where it is the child of a fork server, `look` returns the exit code that this knows, after waiting for it and
+    reaping it where its argument is true.
     """
 
     def __init__(self, pid: int, look: Callable[[bool], int | None] | None = None) -> None:
@@ -88,15 +86,9 @@ def start(
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> Process:
-    """Starts a program in a session of its own. Call it from a thread that lives as long as the program shall.
+    """Starts a program in a session of its own; streams are as in :class:`subprocess.Popen`, `keep` is inherited.
 
-    Args:
-        command: the program and its arguments.
-        environment: all its variables.
-        keep: file descriptors that it inherits under the same numbers.
-        stdin: as in :class:`subprocess.Popen`; nothing by default.
-        stdout: where its standard output goes; this process's own by default.
-        stderr: the same for standard error.
+    Call it from a thread that lives as long as the program shall.
     """
     return subprocess.Popen(
         command,
@@ -241,8 +233,7 @@ def kill_orphans(own: Iterable[int] = ()) -> list[str]:
 
     One that has become another user's may be out of reach: it is left out, and its name says so.
 
-    Args:
-        own: children that this process started itself and looks after.
+    Those of `own` are looked after by who has started them.
     """
     spared, ended = set(own), []
     while orphans := [pid for pid in children(os.getpid()) if pid not in spared]:

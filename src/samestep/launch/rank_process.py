@@ -50,12 +50,7 @@ class RankProcess:
         return (record.site, text_of(record.site)) if place[0] is None and record.in_collective else place
 
     def end_message(self, code: int, death: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the supervisor is told when it has ended.
-
-        Args:
-            code: its exit code; of a signal, the negative number.
-            death: a FailureRecord as a dict: what is known from outside.
-        """
+        """Returns what the supervisor is told when it has ended; `death` is a FailureRecord, `code` as usual."""
         record = self.progress()
         ended = {"rank": self.rank, "pid": self.pid, "code": code, "death": death}
         return {**ended, "step": record.step, "collectives": record.entered}

@@ -152,10 +152,8 @@ def local_ranks(ranks: int) -> HostRanks:
 def launch(spec: RunSpec, controller: Controller, replacement: Replacement | None = None) -> RunResult:
     """Starts the ranks, waits for them and returns what became of them. Call it from the main thread.
 
-    Args:
-        spec: what is to be started.
-        controller: holds the agents of the spec's parts, in their order.
-        replacement: brings back hosts that are lost, where the spec says to wait for them.
+    The controller holds the agents of the spec's parts, in their order; `replacement` brings back hosts that are lost,
+    where the spec says to wait for them.
 
     Raises:
         OSError: the run directory cannot be written, or no process can be started.

@@ -45,13 +45,9 @@ class HostHandle(Protocol):
 
 
 class Supervisor:
-    """Watches one attempt of a run until all its ranks have ended.
+    """Watches one attempt of a run until all its ranks have ended; then calls `done`, once.
 
-    Args:
-        loop: calls it.
-        hosts: who hold the ranks.
-        done: called once, when no rank is left.
-        grace: seconds that ranks may take to save after a preemption by SIGTERM.
+    Ranks may take `grace` seconds to save after a preemption by SIGTERM.
     """
 
     def __init__(

@@ -29,12 +29,7 @@ UP = b"\x1b[A"  # by which nested bars come back to the first of them
 
 
 class OutputStream:
-    """One of the caller's streams. What cannot be written any more is dropped: no reason to end a training.
-
-    Args:
-        stream: where the lines go.
-        size: how many ranks there are; a single one's lines get no label.
-    """
+    """One of the caller's streams. What cannot be written any more is dropped: no reason to end a training."""
 
     def __init__(self, stream: TextIO, size: int) -> None:
         self._stream, self._single = stream, size == 1
@@ -84,10 +79,7 @@ class LineReader:
 class OutputForwarder:
     """Forwards the output of a pool of ranks; without streams and status it only waits.
 
-    Args:
-        size: how many ranks there are.
-        streams: the caller's own by number, 1 or 2, that ranks do not inherit.
-        status: what is drawn meanwhile, if anything.
+    `streams` are the caller's own by number, 1 or 2, that ranks do not inherit.
     """
 
     size: int
@@ -183,13 +175,7 @@ class OutputForwarder:
 
 
 def open_forwarder(name: str, size: int, wanted: bool | None) -> OutputForwarder:
-    """Returns what forwards the output of a function that a person's program calls.
-
-    Args:
-        name: of the function.
-        size: how many ranks there are.
-        wanted: whether to draw a status; None where a person looks.
-    """
+    """Returns what forwards the output of a function; `wanted`: whether to draw a status, None where a person looks."""
     shown = display(wanted)
     own = {number: stream for number, stream in ((1, sys.stdout), (2, sys.stderr)) if stream is not None}
     forwarded = {

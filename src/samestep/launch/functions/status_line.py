@@ -121,13 +121,7 @@ def _text(lines: Sequence[str]) -> Text:
 
 
 class StatusLine:
-    """What is known of a call that goes on, drawn at most twice a second.
-
-    Args:
-        name: what the ranks run.
-        size: how many ranks there are.
-        display: where to draw.
-    """
+    """What is known of a call that goes on, drawn at most twice a second."""
 
     def __init__(self, name: str, size: int, display: Display) -> None:
         self._name, self._size, self._display = name, size, display

@@ -73,10 +73,6 @@ def parse_hostfile(text: str, name: str) -> list[HostSlots]:
     >>> parse_hostfile("node[1-2] slots=4\nnode3:2  # the small one\n", "hosts")[1:]
     [HostSlots(name='node2', slots=4), HostSlots(name='node3', slots=2)]
 
-    Args:
-        text: what the file holds.
-        name: what errors call it.
-
     Raises:
         UsageError: a line is malformed or names a host again; says which.
     """

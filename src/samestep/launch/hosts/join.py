@@ -56,12 +56,8 @@ Say = Callable[[str], None]
 class AgentJoin:
     """Agents on their way to this controller.
 
-    Args:
-        expected: what to call those that are still missing.
-        listener: where they connect.
-        say: tells a person one line.
-        where: how that goes on which says who is waited for.
-        node: this process's own, where somebody else starts the agents; None where a transport does.
+    `expected` is what to call those that are still missing, `where` how that sentence goes on which says who is waited
+    for, `node` this process's own, where somebody else starts the agents; None where a transport does.
     """
 
     def __init__(
@@ -265,12 +261,8 @@ class ReplacementResult:
 class Replacement:
     """Brings back the hosts that a run has lost, between two attempts.
 
-    Args:
-        controller: of the run.
-        source: where they come from; None where there is this host alone, whose agent is forked.
-        preflight: returns the parts of all hosts of the controller, after all checks; warnings go to its argument.
-        seconds: how long to wait.
-        say: tells a person one line.
+    `source` says where they come from, None where there is this host alone, whose agent is forked; `preflight` returns
+    the parts of all hosts of the controller, after all checks, and gives warnings to its argument.
     """
 
     def __init__(
@@ -288,11 +280,7 @@ class Replacement:
         self._say = say
 
     def bring_back(self, prepare: Callable[[tuple[HostRanks, ...]], object]) -> ReplacementResult:
-        """Waits until nobody is missing, and all have been examined and prepared.
-
-        Args:
-            prepare: lets the hosts of these parts get ready.
-        """
+        """Waits until nobody is missing, and all have been examined and prepared."""
         self._late = self._broken_off = False
         self._new: set[int] = set()  # who has connected
         self._rejected: set[int] = set()

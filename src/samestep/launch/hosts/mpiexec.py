@@ -35,11 +35,6 @@ def mpiexec() -> str:
 def command(ranks: int, words: Sequence[str], program: str | None = None) -> list[str]:
     """Returns the command that starts so many processes.
 
-    Args:
-        ranks: how many.
-        words: the command of each.
-        program: the mpiexec; that of :func:`mpiexec` by default.
-
     Raises:
         UsageError: there is no mpiexec.
     """

@@ -160,10 +160,7 @@ def probe(
 ) -> dict[str, str | None]:
     """Tries all probe servers at once; returns for each why it could not be reached, or None where it was.
 
-    Args:
-        targets: by the names of their hosts.
-        seconds: how long to wait for all of them together.
-        meanwhile: this host's own, answered at the same time.
+    `seconds` is for all of them together; `meanwhile` is this host's own server, answered at the same time.
     """
     reached: dict[str, str | None] = {}
     until = time.monotonic() + seconds

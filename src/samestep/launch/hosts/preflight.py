@@ -170,10 +170,7 @@ def ordered(
     An agent knows its own host's name and addresses; the list has what ssh calls it. What cannot be told apart, such
     as several containers of one name, keeps the order of its coming.
 
-    Args:
-        hosts: in any order.
-        names: as the user wrote them.
-        aliases: by name, what else it may be called.
+    `aliases` says, by name, what else a host may be called.
     """
     left = list(hosts)
     placed: dict[str, AgentConnection] = {}
@@ -205,13 +202,8 @@ def mismatch(
 ) -> str | None:
     """Returns why these hosts cannot run `program` together, and what to do; None where they can.
 
-    Args:
-        infos: of every host.
-        reached: what the probes between them have found.
-        program: the script or module.
-        slots: by host, how many ranks are asked for and how many there is room for.
-        own: the digest of the program's copy here, where the command was given and no rank need be.
-        interface: the network that was asked for.
+    `slots` says, by host, how many ranks are asked for and how many there is room for; `own` is the digest of the
+    program's copy here, where the command was given and no rank need be.
     """
     return _unreached(reached, infos, interface) or _versions(infos) or _script(infos, program, own) or _room(slots)
 

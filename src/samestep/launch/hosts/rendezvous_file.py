@@ -45,9 +45,7 @@ GONE = (errno.ENOENT, errno.ESTALE)  # ESTALE_S: replaced on the server after it
 def rendezvous_path(task: RankVariables, who: str = "head") -> Path:
     """Returns the file of this step: private to this host where the step is, else in the working directory.
 
-    Args:
-        task: what the launcher says of this task.
-        who: tells apart on one host what the tasks meet for: to be agents of a run ("head"), or its ranks.
+    `who` tells apart on one host what the tasks meet for: to be agents of a run ("head"), or its ranks.
     """
     if task.one_host:
         return rendezvous_file(f"{task.job}-{_start_digest()}-{who}" if task.job else None)

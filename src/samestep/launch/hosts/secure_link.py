@@ -165,11 +165,6 @@ class PendingPeer:
 class Listener:
     """Where agents come in; a context manager. Watch :meth:`fileno`, then :meth:`accept` until it returns None.
 
-    Args:
-        token: the run's secret.
-        address: one of this host's own; all of them by default.
-        port: 0 for any that is free.
-
     Raises:
         RendezvousError: the port is taken, or the address is not this host's.
     """
@@ -313,13 +308,7 @@ def connect(
 ) -> AuthenticatedLink:
     """Returns a connection to the controller, at the first of its addresses that answers.
 
-    Args:
-        addresses: where it may be.
-        port: the same at all of them.
-        token: the run's secret.
-        about: what to tell of this side.
-        seconds: how long to try.
-        patient: the controller may not be there yet, so a refusal is not its answer.
+    `about` is what to tell of this side; `patient`: the controller may not be there yet, so a refusal is no answer.
 
     Raises:
         RendezvousError: nobody answered, or not as the controller of this run; says what was tried.

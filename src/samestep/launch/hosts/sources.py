@@ -69,14 +69,7 @@ class _HostOutput:
 
 
 class TransportMonitor:
-    """Reads what a transport says for as long as its agents are on their way, and reports one that will not come.
-
-    Args:
-        loop: calls it.
-        one: the transport.
-        failed: called with one line that says why, and what fixes it.
-        python: the interpreter that is to run there, if that was said.
-    """
+    """Reads what a transport says for as long as its agents are on their way, and reports one that will not come."""
 
     def __init__(self, loop: Loop, one: Started, failed: Callable[[str], None], python: str | None = None) -> None:
         self._loop = loop
@@ -268,14 +261,7 @@ class _Try:
 
 
 class TransportSource:
-    """Starts agents again over the transport, until ssh or the host has no more objection.
-
-    Args:
-        spec: how the hosts of the run are reached.
-        started: what keeps their agents alive; kept up to date.
-        controller: reads what the transports say.
-        show: where that goes.
-    """
+    """Starts agents again over the transport, until ssh or the host has no more objection."""
 
     def __init__(
         self, spec: TransportSpec, started: list[Started], controller: Controller, show: Callable[[bytes], None]

@@ -18,22 +18,13 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveRecord:
-    """The last collective that a rank has begun in a process group.
-
-    Attributes:
-        rank: which.
-        group: the group's name and what torch calls it.
-        number: how many it has begun there.
-        operation: such as "all_reduce".
-        sizes: of its inputs.
-        done: whether it is over.
-    """
+    """The last collective that a rank has begun in a process group."""
 
     rank: int
-    group: str
-    number: int
-    operation: str
-    sizes: str
+    group: str  # its name and what torch calls it
+    number: int  # how many it has begun there
+    operation: str  # such as "all_reduce"
+    sizes: str  # of its inputs
     done: bool
 
     def __str__(self) -> str:

@@ -36,18 +36,9 @@ Note = Callable[[str, int, str, Sequence[int]], None]
 class Watchdog:
     """Watches one attempt of a run.
 
-    Args:
-        loop: calls it.
-        running: returns the ranks that have not ended; none while they are being ended.
-        command: passes a command on to ranks.
-        say: shows a line to the person who has started the run.
-        stop: ends the run for this reason.
-        note: writes an event down: its kind, the step, the text and the ranks that it is about.
-        show_pace: lets the ranks' own progress display show how fast they are.
-        least: seconds without progress that are no hang.
-        on_hang: "stop" ends the run, "wait" does not, "auto" ends what cannot go on by itself.
-        machines: that the ranks are on; on a single one no network is blamed.
-        logs: where stacks are kept, for a person.
+    `running` returns the ranks that have not ended, none while they are being ended; `note` writes an event down: its
+    kind, the step, the text and the ranks; `least` are seconds without progress that are no hang; `on_hang` "auto" ends
+    what cannot go on by itself; on a single one of `machines` no network is blamed.
     """
 
     def __init__(

@@ -163,13 +163,7 @@ def _accept_rank(stream: socket.socket) -> ForeignRank | None:
 
 
 def last_lines(result: RunResult, size: int, host: str) -> list[str]:
-    """Returns what is to be said at the end: nothing where nobody failed, or somebody ended the run.
-
-    Args:
-        result: of the ranks of this host.
-        size: how many ranks there are on all hosts.
-        host: this one.
-    """
+    """Returns what is said at the end, of `size` ranks in all: nothing where nobody failed, or somebody ended it."""
     cause = result.root_cause
     if cause is None or cause.signal in EXTERNAL_SIGNALS or cause.exception == "KeyboardInterrupt":
         return []

@@ -165,12 +165,7 @@ def open_writers() -> dict[Stream, NonBlockingWriter]:
 
 
 class Console:
-    """All streams of all ranks of one attempt.
-
-    Args:
-        logs: the directory of each rank's files.
-        drawn: the streams that rank 0 draws on a terminal.
-    """
+    """All streams of all ranks of one attempt; `drawn` are those that rank 0 draws on a terminal."""
 
     def __init__(self, logs: Sequence[Path], drawn: Collection[str]) -> None:
         self._writers = open_writers()

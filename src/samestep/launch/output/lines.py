@@ -88,11 +88,7 @@ class _Entry:
 
 
 class LineMerger:
-    """Merges the lines of one stream.
-
-    Args:
-        size: how many ranks there are.
-        window: seconds that a line waits for other ranks; 0 merges nothing.
+    """Merges the lines of one stream; a line waits `window` seconds for other ranks, and 0 merges nothing.
 
     Example:
         >>> merger = LineMerger(2)

@@ -63,12 +63,7 @@ def pace() -> str:
 
 
 class Control:
-    """The rank's end. Call :meth:`start` once, from the main thread.
-
-    Args:
-        descriptor: of a connected socket, which it takes.
-        binding: the rank ends when the other side has.
-    """
+    """The rank's end; where it is `binding`, the rank ends when the other side has."""
 
     def __init__(self, descriptor: int, *, binding: bool = True) -> None:
         os.set_inheritable(descriptor, False)

@@ -285,14 +285,10 @@ def death(
     *,
     of_memory: bool = False,
 ) -> FailureRecord:
-    """Returns the failure of a rank that ended without a word.
+    """Returns the failure of a rank that ended without a word; `code` is negative for a signal.
 
-    Args:
-        rank: its number.
-        pid: its process.
-        code: its exit code, negative for a signal.
-        place: the user's line that it was at and its text, where they are known.
-        of_memory: the kernel has killed a process meanwhile, because memory ran out.
+    `place` is the user's line that it was at and its text, where they are known; `of_memory`: the kernel has killed a
+    process meanwhile, because memory ran out.
     """
     where, source = place or UNKNOWN
     kind: Kind = "oom" if of_memory else "exit" if code >= 0 else "signal"
