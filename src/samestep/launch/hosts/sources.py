@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from samestep.errors import UsageError
 from samestep.launch.agent import JoinInfo
@@ -220,34 +220,40 @@ def notify_end(controller: Controller, text: str, code: int) -> None:
 # --- replacements ---------------------------------------------------------------------------------
 
 
-class AgentSource(Protocol):
+class AgentSource:
     """Where agents connect that take the place of lost ones, and what makes them come.
 
     Hosts go by their place in the run, from 0; `reasons` say why nobody has come so far, where that is known.
     """
 
-    reasons: dict[int, str]
+    def __init__(self) -> None:
+        self.reasons: dict[int, str] = {}
 
     def opened(self, loop: Loop) -> AbstractContextManager[Listener]:
         """Lets them connect until left."""
+        raise NotImplementedError
 
     def waiting_text(self, number: int, host: AgentConnection, limit: str) -> str:
         """Returns what a person should know about the wait for a host, which has a limit."""
+        raise NotImplementedError
 
     def start(self, number: int, host: AgentConnection) -> None:
         """Starts one in its place, if nobody is on the way, and if that is done here."""
 
-    def reject_reason(self, new: AgentConnection) -> str | None:
+    def reject_reason(self, new: AgentConnection) -> str | None:  # noqa: ARG002
         """Returns why an agent that has connected is none of this run; None where it is one."""
+        return None
 
     def reject(self, new: AgentConnection, reason: str) -> None:
-        """Tells an agent that has connected why it cannot stay."""
+        """Tells an agent that has connected why it cannot stay, if somebody is there to read it."""
 
-    def accept(self, number: int, new: AgentConnection) -> bool:
+    def accept(self, number: int, new: AgentConnection) -> bool:  # noqa: ARG002
         """Takes note of an agent that has connected; returns whether it still counts."""
+        return True
 
     def failed(self, number: int, reason: str) -> None:
         """Gives up who has connected, or is on the way."""
+        self.reasons[number] = reason
 
 
 @dataclass
@@ -260,18 +266,18 @@ class _Try:
     monitor: TransportMonitor | None
 
 
-class TransportSource:
+class TransportSource(AgentSource):
     """Starts agents again over the transport, until ssh or the host has no more objection."""
 
     def __init__(
         self, spec: TransportSpec, started: list[Started], controller: Controller, show: Callable[[bytes], None]
     ) -> None:
+        super().__init__()
         self._spec = spec
-        self._started = started
+        self._started = started  # what keeps the agents alive; kept up to date
         self._controller = controller
         self._show = show
         self._tries: dict[int, _Try] = {}
-        self.reasons: dict[int, str] = {}
 
     @contextmanager
     def opened(self, loop: Loop) -> Iterator[Listener]:
@@ -305,12 +311,6 @@ class TransportSource:
         alarm = self._loop.at(CONNECT_S, partial(self.failed, number, f"nothing came in {CONNECT_S:.0f} s"))
         self._tries[number] = _Try(host.host, started, alarm, monitor)
 
-    def reject_reason(self, new: AgentConnection) -> str | None:  # noqa: ARG002
-        return None  # it was started from here
-
-    def reject(self, new: AgentConnection, reason: str) -> None:
-        """Does nothing: nobody is there to read it."""
-
     def accept(self, number: int, new: AgentConnection) -> bool:
         current = self._tries.get(number)
         if current is None or current.monitor is None:
@@ -323,7 +323,7 @@ class TransportSource:
         return True
 
     def failed(self, number: int, reason: str) -> None:
-        self.reasons[number] = reason
+        super().failed(number, reason)
         self._drop(self._tries.pop(number))
         self._pausing[number] = self._loop.at(RETRY_S, partial(self._retry, number))
 
@@ -343,12 +343,12 @@ class TransportSource:
         one.end()
 
 
-class JoinSource:
+class JoinSource(AgentSource):
     """Listens where this process did at first; somebody else starts the agents."""
 
     def __init__(self, node: NodeSpec) -> None:
+        super().__init__()
         self._node = node
-        self.reasons: dict[int, str] = {}
 
     @contextmanager
     def opened(self, loop: Loop) -> Iterator[Listener]:
@@ -376,17 +376,8 @@ class JoinSource:
         command = shlex.join(["samestep", "run", *options, str(node.file), *node.program])
         return f"{own}; there, or in its place: {command}"
 
-    def start(self, number: int, host: AgentConnection) -> None:
-        """Does nothing: somebody else does."""
-
     def reject_reason(self, new: AgentConnection) -> str | None:
         return self._node.reject_reason(getattr(new.link, "peer_info", {}))
 
     def reject(self, new: AgentConnection, reason: str) -> None:
         reject([new.link], f"error: {reason}")
-
-    def accept(self, number: int, new: AgentConnection) -> bool:  # noqa: ARG002
-        return True  # under a name of its own
-
-    def failed(self, number: int, reason: str) -> None:
-        self.reasons[number] = reason
