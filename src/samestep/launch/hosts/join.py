@@ -11,13 +11,13 @@ left when one is lost (`--lost-host wait`) keep their agents, with all that thes
 
 from __future__ import annotations
 
+import functools
 import shlex
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from samestep.errors import RendezvousError, SamestepError, UsageError
 from samestep.launch.controller import (
@@ -65,12 +65,11 @@ class AgentJoin:
     ) -> None:
         self._expected = list(expected)
         self._listener = listener
-        self._say = say
+        self._say = functools.cache(say)  # once: who was rejected may try again, and again
         self._where = where
         self._node = node
         self._loop = Loop()
         self._links: list[AuthenticatedLink] = []
-        self._said: set[str] = set()
         self._fault: str | None = None
         self._also: list[str] = []  # what failed just after it
 
@@ -109,7 +108,7 @@ class AgentJoin:
             self._check(link)
         for rejected in self._listener.rejected:
             address, _, reason = rejected.partition(": ")
-            self._say_once(f"note: {address} was rejected: {reason}")
+            self._say(f"note: {address} was rejected: {reason}")
         self._listener.rejected.clear()
         if len(self._links) == len(self._expected):
             self._loop.stop()
@@ -129,7 +128,7 @@ class AgentJoin:
         if self._node is not None and self._node.launcher is not None:
             self._failed(reason)  # nobody will start another
         else:
-            self._say_once(f"note: {host_name(link)} ({link.address[0]}) was rejected: {reason}")
+            self._say(f"note: {host_name(link)} ({link.address[0]}) was rejected: {reason}")
 
     def _twice(self, link: AuthenticatedLink) -> str | None:
         assert self._node is not None
@@ -166,12 +165,6 @@ class AgentJoin:
 
     def _say_for_whom(self) -> None:
         self._say(f"waiting for up to {self._seconds:g} s for {self._missing()}{self._where}")
-
-    def _say_once(self, text: str) -> None:
-        """Who was rejected may try again, and again."""
-        if text not in self._said:
-            self._said.add(text)
-            self._say(text)
 
     def _too_late(self) -> None:
         missing, of = len(self._expected) - len(self._links), len(self._expected)
@@ -284,10 +277,10 @@ class Replacement:
         self._late = self._broken_off = False
         self._new: set[int] = set()  # who has connected
         self._rejected: set[int] = set()
-        self._said: set[str] = set()
+        self._say_once = functools.cache(self._say)
         try:
             with self._controller.between_attempts() as loop:
-                alarm = loop.at(self._seconds, partial(self._too_late, loop))
+                alarm = loop.at(self._seconds, functools.partial(self._too_late, loop))
                 try:
                     with self._opened(loop):
                         return self._complete(loop, prepare)
@@ -304,7 +297,7 @@ class Replacement:
             yield
             return
         with self._source.opened(loop) as listener:
-            loop.watch(listener.fileno(), partial(self._accept, loop, listener))
+            loop.watch(listener.fileno(), functools.partial(self._accept, loop, listener))
             try:
                 yield
             finally:
@@ -396,8 +389,3 @@ class Replacement:
     def _too_late(self, loop: Loop) -> None:
         self._late = True
         loop.stop()
-
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self._say(text)
