@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,6 @@ from samestep.launch.local_ranks import Job
 from samestep.launch.monitor.hang import HANG_AFTER_S
 from samestep.launch.monitor.watchdog import Note, OnHang
 from samestep.launch.output.console import Console, say
-from samestep.launch.output.pty import is_terminal
 from samestep.launch.rank.bootstrap import RankTask
 from samestep.launch.rank.environment import RankLayout, RankPlace, rank_places, rank_variables, threads_per_rank
 from samestep.launch.result import RunResult, explain_gloo_abort, summary_lines
@@ -122,7 +122,7 @@ class RunSpec:
         jobs, first = [], 0
         for part in self.parts:
             here = first == 0 and part.interface == "lo"
-            drawn = [stream for stream, number in (("out", 1), ("err", 2)) if here and is_terminal(number)]
+            drawn = [stream for stream, number in (("out", 1), ("err", 2)) if here and os.isatty(number)]
             ranks = tuple(range(first, first + part.ranks))
             first += part.ranks
             job = Job(
