@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn, Self
 
@@ -21,7 +21,6 @@ from samestep.launch.event_loop import PASSED_ON, Alarm, Loop, signals
 from samestep.launch.hosts.secure_link import AuthenticatedLink
 from samestep.launch.link import Link, Message, pair
 from samestep.launch.local_ranks import Job
-from samestep.launch.monitor.hang import HANG_AFTER_S
 from samestep.launch.monitor.watchdog import Note, OnHang, Watchdog
 from samestep.launch.output.console import MOST_HELD, Console
 from samestep.launch.process import become_subreaper, kill_orphans, raise_file_limit
@@ -65,19 +64,6 @@ class AgentConnection:
 
     def command(self, what: str, ranks: Sequence[int], number: int = 0) -> None:
         self.send("command", what=what, ranks=list(ranks), number=number)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """What one attempt runs: a job for each host, where its output and its events go, and what becomes of a hang."""
-
-    jobs: tuple[Job, ...]
-    console: Console
-    grace: float
-    hang_after: float = HANG_AFTER_S
-    on_hang: OnHang = "auto"
-    machines: int = 1
-    note: Note = lambda *_: None
 
 
 class Interruption(Exception):  # noqa: N818  (not a mistake)
@@ -203,28 +189,39 @@ class Controller:
 
     # --- an attempt ---------------------------------------------------------------------------------
 
-    def run(self, attempt: Attempt) -> RunResult:
+    def run(
+        self,
+        jobs: Sequence[Job],
+        console: Console,
+        *,
+        grace: float,
+        hang_after: float,
+        on_hang: OnHang,
+        machines: int,
+        note: Note,
+    ) -> RunResult:
+        """Runs one attempt: a job for each host; the other arguments are the supervisor's and the watchdog's."""
         start = 0
-        for host, job in zip(self.hosts, attempt.jobs, strict=True):
+        for host, job in zip(self.hosts, jobs, strict=True):
             host.ranks = tuple(range(start, start + len(job.ranks)))
             start += len(job.ranks)
-        self._console = attempt.console
-        supervisor = self._supervisor = Supervisor(self._loop, self.hosts, self._loop.stop, grace=attempt.grace)
+        self._console = console
+        supervisor = self._supervisor = Supervisor(self._loop, self.hosts, self._loop.stop, grace=grace)
         self._watchdog = Watchdog(
             self._loop,
             lambda: [] if self._paused else supervisor.running(),  # who writes to a full pipe makes no progress
             supervisor.command,
-            attempt.console.tell,
+            console.tell,
             supervisor.on_hang,
-            attempt.note,
+            note,
             lambda text: self.hosts[0].send("pace", text=text),
-            least=attempt.hang_after,
-            on_hang=attempt.on_hang,
-            machines=attempt.machines,
-            logs=attempt.console.logs,
+            least=hang_after,
+            on_hang=on_hang,
+            machines=machines,
+            logs=console.logs,
         )
         with signals(self._loop, (*PASSED_ON, signal.SIGWINCH), self._on_signal):
-            for host, job in zip(self.hosts, attempt.jobs, strict=True):
+            for host, job in zip(self.hosts, jobs, strict=True):
                 host.last_message = time.monotonic()
                 host.send("start", job=asdict(job))
             self._loop.run()

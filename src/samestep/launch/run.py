@@ -21,7 +21,7 @@ from samestep._version import __version__
 from samestep.events import EventFile
 from samestep.fake_gpus import VARIABLE
 from samestep.files import make_private, open_private, write_private
-from samestep.launch.controller import Attempt, Controller, Interruption
+from samestep.launch.controller import Controller, Interruption
 from samestep.launch.hosts.join import Replacement, ReplacementResult
 from samestep.launch.hosts.preflight import HostRanks
 from samestep.launch.local_ranks import Job
@@ -253,16 +253,15 @@ def _attempt(controller: Controller, spec: RunSpec, number: int) -> RunResult:
     logs = spec.logs(number)
     console = Console(logs, jobs[0].drawn)
     try:
-        attempt = Attempt(
-            jobs=jobs,
-            console=console,
+        result = controller.run(
+            jobs,
+            console,
             grace=spec.grace,
             hang_after=spec.hang_after,
             on_hang=spec.on_hang,
             machines=len({part.machine for part in spec.parts}),
             note=_note_writer(spec, number),
         )
-        result = controller.run(attempt)
     finally:
         console.close()
     with contextlib.suppress(OSError):  # the disk is full, or the script has cleared the folder away

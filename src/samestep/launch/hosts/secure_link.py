@@ -24,6 +24,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import re
 import resource
 import secrets
 import select
@@ -170,7 +171,7 @@ class Listener:
     """
 
     def __init__(self, token: str, address: str = "0.0.0.0", port: int = 0) -> None:  # noqa: S104  (others must reach it)
-        self._token = bytes.fromhex(token) if _is_hex(token) else token.encode()
+        self._token = _token_key(token)
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         if port:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -299,8 +300,8 @@ def _has_left(stream: socket.socket) -> bool:
     return False
 
 
-def _is_hex(token: str) -> bool:
-    return len(token) == 2 * MAC and all(digit in "0123456789abcdef" for digit in token)
+def _token_key(token: str) -> bytes:
+    return bytes.fromhex(token) if re.fullmatch(rf"[0-9a-f]{{{2 * MAC}}}", token) else token.encode()
 
 
 def connect(
@@ -313,7 +314,7 @@ def connect(
     Raises:
         RendezvousError: nobody answered, or not as the controller of this run; says what was tried.
     """
-    key = bytes.fromhex(token) if _is_hex(token) else token.encode()
+    key = _token_key(token)
     until, reasons = time.monotonic() + seconds, dict[str, str]()
     while True:
         answered = False  # by somebody who will not become ours
