@@ -65,7 +65,6 @@ class Progress:
     phase_since: float | None
     entered: int
     left: int
-    since: float | None
     operation: str
     site: str
     waited: float = 0.0  # these four up to the end of the last step
@@ -357,7 +356,6 @@ def read(descriptor: int) -> Progress:
         phase_since=_seconds(fields.phase_time),
         entered=fields.entered,
         left=fields.left,
-        since=_seconds(fields.call_time),
         operation=fields.operation.decode(errors="replace"),
         site=fields.site.decode(errors="replace"),
         waited=fields.waited / 1e9,

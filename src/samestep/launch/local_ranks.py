@@ -285,12 +285,12 @@ class LocalRanks:
 
     # --- cleanup ------------------------------------------------------------------------------------
 
-    def cleanup(self) -> list[str]:
-        """Ends whatever the ranks, all of which must have ended, have left; returns the names of what had left them."""
+    def cleanup(self) -> None:
+        """Ends whatever the ranks, all of which must have ended, have left."""
         for one in self._ranks.values():
             signal_group(one.process, signal.SIGKILL)
             one.process.wait()
-        left = kill_orphans()
+        kill_orphans()
         for one in self._ranks.values():
             self._forward_rest(one)  # the writers of what is still in the pipes are gone
         for one in self._ranks.values():
@@ -302,7 +302,6 @@ class LocalRanks:
             os.close(one.record)
         self._ranks.clear()
         self._terminals.clear()
-        return left
 
     def reap_strays(self) -> None:
         """Reaps what ranks had started and left, and what has ended since: it has come to this process."""

@@ -228,35 +228,21 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def kill_orphans(own: Iterable[int] = ()) -> list[str]:
-    """Kills every child that this process has adopted, and theirs in turn; returns their names.
-
-    One that has become another user's may be out of reach: it is left out, and its name says so.
-
-    Those of `own` are looked after by who has started them.
-    """
-    spared, ended = set(own), []
-    while orphans := [pid for pid in children(os.getpid()) if pid not in spared]:
+def kill_orphans() -> None:
+    """Kills every child that this process has adopted, and theirs in turn; one that is another user's may go on."""
+    spared: set[int] = set()
+    while orphans := set(children(os.getpid())) - spared:
         for pid in orphans:
             if stat_of(pid)[0] != "Z":
-                ended.append(_name(pid))
                 try:
                     os.kill(pid, signal.SIGKILL)  # its own children come to us, and are next
                 except ProcessLookupError:
                     pass
                 except PermissionError:
-                    ended[-1] += ", which is another user's and goes on"
                     spared.add(pid)
                     continue
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-    return ended
-
-
-def _name(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip() + f" ({pid})"
-    return str(pid)
 
 
 def stat_fields(pid: int | str) -> list[str]:

@@ -44,7 +44,6 @@ class RunResult:
     step: int = 0  # how many the furthest rank had finished
     steps_of_cause: int = 0  # how many the rank of the root cause had
     never_communicated: bool = False  # each rank has trained without ever meeting another
-    lost_hosts: tuple[str, ...] = ()
     failures: tuple[FailureRecord, ...] = ()  # all that were reported
 
 

@@ -69,7 +69,6 @@ class Supervisor:
         self._saving = False  # ranks were asked to save, and none has said that it cannot
         self._save_timed_out = False  # they were still saving when the time was up
         self._stopping = False  # the launcher itself has begun to end ranks
-        self._lost_hosts: list[str] = []
         self._hung: int | None = None  # the rank that holds up a run which is stopped for it
         self._alarm: Alarm | None = None
 
@@ -96,7 +95,6 @@ class Supervisor:
             host.command("signal", [body["rank"]], number)
 
     def on_lost_host(self, host: HostHandle, reason: str) -> None:
-        self._lost_hosts.append(host.host)
         gone = [rank for rank in host.ranks if rank not in self._codes]
         for rank in gone:
             self._codes[rank] = -signal.SIGKILL
@@ -139,7 +137,6 @@ class Supervisor:
             step=max(self._steps.values(), default=0),
             steps_of_cause=0 if found.root_cause is None else self._steps.get(found.root_cause.rank, 0),
             never_communicated=trained and not any(self._collectives.values()),
-            lost_hosts=tuple(self._lost_hosts),
             failures=tuple(self._failures.values()),
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import socket
 from dataclasses import dataclass
@@ -23,9 +22,6 @@ class HostInfo:
 
     name: str  # what the controller calls it
     host: str  # what it calls itself
-    pid: int  # of its agent
-    index: int | None  # its place among the hosts, where it knows that itself
-    addresses: tuple[str, ...]  # its own, the loopback last
     python: str
     torch: str | None  # version; None where it is not installed
     samestep: str
@@ -48,20 +44,14 @@ class HostInfo:
         return next((address for name, address in self.interfaces if name == interface), None)
 
 
-def inspect_host(
-    program: str, *, is_module: bool, name: str | None = None, index: int | None = None, ranks: int | None = None
-) -> HostInfo:
+def inspect_host(program: str, *, is_module: bool, name: str | None = None, ranks: int | None = None) -> HostInfo:
     """Returns what this host is and has; `name` is what the controller calls it, by default its own name."""
     cores = read_cores()
-    found = addresses()
     return HostInfo(
         name=name or socket.gethostname(),
         host=socket.gethostname(),
-        pid=os.getpid(),
-        index=index,
         ranks=ranks,
-        addresses=tuple(interface.address for interface in found),
-        interfaces=tuple((interface.name, interface.address) for interface in found),
+        interfaces=tuple((interface.name, interface.address) for interface in addresses()),
         python=platform.python_version(),
         torch=_version("torch"),
         samestep=__version__,
