@@ -243,21 +243,19 @@ def test_the_smallest_limit_counts_and_is_named(given, count, limit):
 
 
 @pytest.mark.parametrize(
-    ("given", "ranks", "others", "expected"),
+    ("given", "ranks", "expected"),
     [
-        (cores(8), 2, 0, 4),
-        (cores(8), 3, 0, 2),
-        (cores(2), 4, 0, 1),
-        (cores(8, quota=3.9), 1, 0, 3),
-        (cores(8, quota=0.5), 1, 0, 1),
-        (cores(8), 2, 2, 2),  # two launchers on the same cores
-        (cores(8, slurm=4), 2, 2, 2),  # Slurm's share is not shared
-        (cores(8, slurm=8), 1, 3, 2),
-        (cores(8, slurm=2), 2, 0, 1),
+        (cores(8), 2, 4),
+        (cores(8), 3, 2),
+        (cores(2), 4, 1),
+        (cores(8, quota=3.9), 1, 3),
+        (cores(8, quota=0.5), 1, 1),
+        (cores(8, slurm=4), 2, 2),
+        (cores(8, slurm=2), 2, 1),
     ],
 )
-def test_threads_are_the_cores_divided(given, ranks, others, expected):
-    assert threads(given, ranks, others) == expected
+def test_threads_are_the_cores_divided(given, ranks, expected):
+    assert threads(given, ranks) == expected
 
 
 @pytest.mark.parametrize(
@@ -354,7 +352,7 @@ def test_places_are_read_as_the_kernel_writes_them(tmp_path):
 def test_a_rank_gets_its_part_of_what_may_be_used():
     some = Cores(usable=(1, 3, 5, 7), machine=8)
     places = {cpu: CpuLocation(0, 0, cpu) for cpu in some.usable}
-    assert [room.pin(some, 2, rank, places) for rank in range(2)] == [(1, 3), (5, 7)]
+    assert assign_cpus(places, 2) == [(1, 3), (5, 7)]
 
 
 def test_ranks_crowded_on_one_core_are_noticed():
@@ -384,7 +382,6 @@ def test_a_core_for_each_is_too_few_where_more_threads_are_meant():
         "each of the 2 ranks of this host is bound to a single core, though 8 cores are there and 4 "
     )
     assert binding_warning([{0}], 4).startswith("the only rank of this host is bound to a single core")
-    assert binding_warning([{0}, {1}], 8, threads=1) is None
     assert binding_warning([{0}, {1}], 2) is None  # as many as there are for each
     assert binding_warning([{0}, {1, 2}], 8) is None
     assert binding_warning([{0, 1}, {2, 3}], 8) is None

@@ -222,15 +222,10 @@ def _whole(text: str | None) -> int | None:
     return int(text) if text is not None and re.fullmatch(r"0*[1-9]\d*", text) else None
 
 
-def threads(cores: Cores, local_ranks: int, others: int = 0) -> int:
-    """Returns how many threads each rank gets, at least 1, so that no two want the same core if there are enough.
-
-    `others` are ranks that other launchers start on the same cores, as several tasks of mpiexec may. Slurm's share is
-    for one task alone.
-    """
+def threads(cores: Cores, local_ranks: int) -> int:
+    """Returns how many threads each rank gets, at least 1, so that no two want the same core if there are enough."""
     together = int(min(len(cores.usable), cores.quota or math.inf))
-    own = cores.slurm or together
-    return max(1, min(together // (local_ranks + others), own // local_ranks))
+    return max(1, min(together, cores.slurm or together) // local_ranks)
 
 
 # --- pinning --------------------------------------------------------------------------------------
@@ -244,11 +239,9 @@ class CpuLocation(NamedTuple):
     core: int
 
 
-def pin(
-    cores: Cores, local_ranks: int, local_rank: int, places: Mapping[int, CpuLocation] | None = None
-) -> tuple[int, ...]:
+def pin(cores: Cores, local_ranks: int, local_rank: int) -> tuple[int, ...]:
     """Returns the cpus that one rank is to be bound to; a quota or Slurm's word does not say which, so all are used."""
-    return assign_cpus(read_locations(cores.usable) if places is None else places, local_ranks)[local_rank]
+    return assign_cpus(read_locations(cores.usable), local_ranks)[local_rank]
 
 
 def read_locations(cpus: Iterable[int], root: Path = MACHINE) -> dict[int, CpuLocation]:
@@ -313,23 +306,20 @@ def share_one_core(affinities: Sequence[Collection[int]], machine_cores: int) ->
     return len(affinities) > 1 and len(together) == 1 and machine_cores > 1
 
 
-def binding_warning(
-    affinities: Sequence[Collection[int]], machine: int, *, threads: int | None = None, launcher: str | None = None
-) -> str | None:
+def binding_warning(affinities: Sequence[Collection[int]], machine: int, launcher: str | None = None) -> str | None:
     """Returns one sentence where the launcher has bound ranks to too few cores, with what fixes it; else None.
 
     Open MPI binds each of up to two ranks to one core unless told otherwise: all threads of torch then share it.
 
-    `machine` is how many cores the ranks could use here if nothing bound them, `unbound_cores()`; `threads` how many
-    each means to use, by default as many as there are cores for each.
+    `machine` is how many cores the ranks could use here if nothing bound them: `unbound_cores()`.
     """
     ranks = len(affinities)
-    wanted = max(1, machine // max(1, ranks)) if threads is None else threads
+    wanted = max(1, machine // max(1, ranks))
     who = f"each of the {ranks} ranks of this host is" if ranks > 1 else "the only rank of this host is"
     bound = "a single core"
     if share_one_core(affinities, machine):
         who, bound = f"all {ranks} ranks of this host are", f"core {min(affinities[0])}"
-    elif min(wanted, machine) == 1 or not ranks or any(len(cpus) > 1 for cpus in affinities):
+    elif wanted == 1 or not ranks or any(len(cpus) > 1 for cpus in affinities):
         return None
     meant = f" and {wanted} threads are meant for each" if wanted > 1 else ""
     fix = _FIXES.get(launcher or "", f"{_MPI}; with {_SLURM}").format(wanted=wanted)
