@@ -35,10 +35,9 @@ from samestep.launch.process import (
     start,
 )
 from samestep.launch.rank.bootstrap import RankTask
-from samestep.launch.rank.control import RankPipe
+from samestep.launch.rank.control import RankPipe, RankProcess
 from samestep.launch.rank.failure import death
 from samestep.launch.rank.user_code import STACKS_SIGNAL, UNKNOWN
-from samestep.launch.rank_process import RankProcess
 from samestep.launch.resources import out_of_memory_kills
 from samestep.launch.start.fork import fork, fork_blocker, preimport, read_source
 from samestep.rankenv import child_environment, set_variables, variable

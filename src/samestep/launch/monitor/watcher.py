@@ -27,10 +27,9 @@ from typing import Any
 
 from samestep.launch.event_loop import Loop
 from samestep.launch.process import stat_fields
-from samestep.launch.rank.control import RankPipe
+from samestep.launch.rank.control import RankPipe, RankProcess
 from samestep.launch.rank.failure import death
 from samestep.launch.rank.user_code import STACKS_SIGNAL
-from samestep.launch.rank_process import RankProcess
 from samestep.launch.result import RunResult, summary_lines
 from samestep.launch.supervisor import KILL_AFTER_S, Supervisor
 from samestep.text import rank_list

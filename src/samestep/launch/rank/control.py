@@ -1,4 +1,4 @@
-"""The pipe between a rank and whoever watches it: both its ends.
+"""The pipe between a rank and whoever watches it: both its ends, and what the watcher knows of the rank.
 
     from a rank   failed              why this rank is about to end: its error record
                   position            the line that its main thread was at when it was told to leave
@@ -30,8 +30,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from samestep import progress
 from samestep.launch.monitor import flight_recorder
-from samestep.launch.rank.user_code import SERVED, UNKNOWN, own_line, tried
+from samestep.launch.rank.user_code import SERVED, UNKNOWN, own_line, place_in, text_of, tried
 
 CHUNK = 1 << 16  # bytes read at a time
 FLUSH_S = 0.3  # how long leaving may wait for a stream that another thread holds
@@ -164,3 +165,48 @@ class RankPipe:
 
     def close(self) -> None:
         self._socket.close()
+
+
+class RankProcess:
+    """A rank's process, a child of this one or not; `stacks` and `record` are descriptors."""
+
+    def __init__(self, rank: int, pid: int, pipe: RankPipe, stacks: int, record: int) -> None:
+        self.rank, self.pid, self.pipe = rank, pid, pipe
+        self.stacks, self.record = stacks, record
+        self._read = 0  # bytes of the stacks
+
+    def receive(self, take: Callable[[str, dict[str, Any]], object]) -> bool:
+        messages, more = self.pipe.receive()
+        for message in messages:
+            take(message.pop("kind"), message)
+        return more
+
+    def progress(self) -> progress.Progress:
+        return progress.read(self.record)
+
+    def new_stacks(self) -> bytes:
+        size = os.fstat(self.stacks).st_size
+        text = os.pread(self.stacks, size - self._read, self._read)
+        self._read = size
+        return text
+
+    def position(self) -> tuple[bytes, dict[str, Any]]:
+        """Returns the stacks that it was asked for, and the message that tells the user's own line in them."""
+        stacks = self.new_stacks()
+        serving = SERVED if self.progress().serving else None
+        where, source = place_in(stacks.decode(errors="replace"), serving)
+        return stacks, {"rank": self.rank, "where": where, "source": source}
+
+    def place_of_death(self, show: Callable[[bytes], object]) -> tuple[str | None, str | None]:
+        """Shows the stacks that it died with; returns the user's own line in them, or in its record."""
+        stacks = self.new_stacks()
+        if stacks:
+            show(stacks)
+        place, record = place_in(stacks.decode(errors="replace")), self.progress()
+        return (record.site, text_of(record.site)) if place[0] is None and record.in_collective else place
+
+    def end_message(self, code: int, death: dict[str, Any]) -> dict[str, Any]:
+        """Returns what the supervisor is told when it has ended; `death` is a FailureRecord, `code` as usual."""
+        record = self.progress()
+        ended = {"rank": self.rank, "pid": self.pid, "code": code, "death": death}
+        return {**ended, "step": record.step, "collectives": record.entered}
