@@ -98,7 +98,6 @@ class EventFile:
             self._write()
 
     def close(self) -> None:
-        """Writes what is left."""
         self._closing.set()
         self._write()
         with self._writing:
@@ -161,7 +160,6 @@ def detach() -> None:
 
 
 def is_attached() -> bool:
-    """Tells whether anybody keeps events of this process."""
     return bool(_files)
 
 

@@ -33,22 +33,17 @@ Stream = Literal["out", "err"]
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The files of one run."""
-
     path: Path
 
     @property
     def record(self) -> Path:
-        """The file that sums the run up."""
         return self.path / "run.json"
 
     @property
     def events(self) -> Path:
-        """The file of what the launcher has said of the run."""
         return self.path / "events.jsonl"
 
     def logs(self, host: str, attempt: int = 0) -> Path:
-        """Returns the directory that holds what the ranks of `host` wrote."""
         return self.path / str(attempt) / host
 
 

@@ -79,7 +79,6 @@ class Progress:
 
     @property
     def in_collective(self) -> bool:
-        """Whether the rank was in a collective when the record was read."""
         return self.entered > self.left
 
     def __str__(self) -> str:
@@ -248,7 +247,6 @@ def attach(descriptor: int) -> None:
 
 
 def add_listener(listener: ProgressListener) -> None:
-    """Calls another listener too."""
     _listeners.append(listener)
 
 
@@ -258,7 +256,6 @@ def detach() -> None:
 
 
 def is_attached() -> bool:
-    """Tells whether this process has a record."""
     return bool(_listeners)
 
 
@@ -285,7 +282,6 @@ def count_step() -> None:
 
 
 def finished_steps() -> int:
-    """Returns how many steps are finished."""
     return _steps[0]
 
 
@@ -301,19 +297,16 @@ def set_phase(name: str) -> str:
 
 
 def current_phase() -> str:
-    """Returns what this process does."""
     return _phase[0]
 
 
 def end_phase(name: str) -> None:
-    """Ends a phase, if the process is in it."""
     if name and _phase[0] == name:
         set_phase("")
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Writes down what this process does meanwhile."""
     before = set_phase(name)
     try:
         yield

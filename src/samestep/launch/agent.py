@@ -211,7 +211,6 @@ class Agent:
             self._send("start_failed", reason=f"cannot start {len(job.ranks)} ranks: {error}")
 
     def _probe(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Tries the other hosts' probe servers, and finds the interface that leads to them."""
         targets = {name: ProbeTarget(**target) for name, target in body["targets"].items()}
         requested = body["interface"]
         try:
@@ -226,7 +225,6 @@ class Agent:
 
 
 def fork_agent(link: Link, ours: Link) -> int:
-    """Starts an agent as a fork of this process and returns its process number; `ours` is the controller's end."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     parent = os.getpid()

@@ -34,8 +34,6 @@ CLEANUP_S = 10.0  # for a host to say that nothing is left there
 
 
 class AgentConnection:
-    """One host's ranks, as the controller sees them: its agent at the other end of a link."""
-
     def __init__(self, host: str, link: Link, ranks: int, process: int | None = None) -> None:
         self.host = host
         self.process = process  # the agent's, where it is a child of this one
@@ -163,7 +161,6 @@ class Controller:
             self._is_between = False
 
     def replace(self, lost: AgentConnection, new: AgentConnection) -> None:
-        """Puts another host in the place of one that is gone."""
         self._former.append(lost)
         new.ranks = lost.ranks
         self.hosts[self.hosts.index(lost)] = new
@@ -346,7 +343,6 @@ class Controller:
         show(data) if data else self._loop.forget(descriptor)
 
     def forget_streams(self, streams: Sequence[int]) -> None:
-        """Reads these no more. Call it before they are closed."""
         for descriptor in streams:
             self._loop.forget(descriptor)
 

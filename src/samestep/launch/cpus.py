@@ -57,7 +57,6 @@ class Cores:
 
     @property
     def amount(self) -> float:
-        """The smallest limit, in cores; a quota may be a fraction."""
         return self._smallest[1]
 
     @property

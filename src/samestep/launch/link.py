@@ -42,7 +42,6 @@ class Link:
 
     @property
     def pending(self) -> int:
-        """Bytes that the socket has not taken yet."""
         return len(self._outgoing)
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> None:

@@ -163,7 +163,6 @@ class LocalRanks:
         return process
 
     def _open_streams(self, job: Job, rank: int) -> tuple[dict[int, str], dict[str, int]]:
-        """Returns the ends that are read here, and those that the rank writes to."""
         outputs, sinks = {}, {}
         for stream, real in (("out", 1), ("err", 2)):
             drawn = rank == 0 and stream in job.drawn
@@ -274,7 +273,6 @@ class LocalRanks:
             self._ranks[0].pipe.send("pace", text=text)
 
     def records(self) -> dict[int, tuple[int, progress.Progress]]:
-        """Returns process and progress record of every rank that has not ended."""
         alive = [one for one in self._ranks.values() if not one.ended]
         return {one.rank: (one.process.pid, one.progress()) for one in alive}
 

@@ -109,7 +109,6 @@ def _kept_mounts(folder: Path) -> Iterator[None]:
 
 
 def _mounted_below(folder: Path) -> list[Path]:
-    """Returns the topmost mount points below a folder."""
     lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     points = {Path(unescape(line.split()[4])) for line in lines}
     return _outermost([point for point in points if point != folder and point.is_relative_to(folder)])

@@ -165,7 +165,6 @@ def restore_file_limit(process: int = 0) -> None:
 
 
 def set_exit_code(code: int, *, for_certain: bool = False) -> None:
-    """Notes the exit code that this process is about to end with, for what is called at its end."""
     _exit_code[:] = [(code, for_certain)]
 
 
@@ -220,7 +219,6 @@ def threads(pid: int) -> list[Path]:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the processes whose parent is `pid`, zombies too."""
     found: list[int] = []
     for thread in threads(pid):
         with contextlib.suppress(OSError):

@@ -102,7 +102,6 @@ class RunSpec:
         return RankTask(program=(self.program, *extra, *self.arguments), is_module=self.is_module).command()
 
     def variables(self, rank: int, layout: RankLayout | None = None) -> dict[str, str]:
-        """Returns the variables that one rank gets beside its host's own."""
         layout, part = layout or self.layout(), self.owners[rank]
         theirs = rank_variables(layout, rank, self._places[rank], threads=part.threads, interface=part.interface)
         own = (TIMELINE,) if self.events else ()

@@ -35,8 +35,6 @@ GENTLE = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler's: save first
 
 
 class HostHandle(Protocol):
-    """The ranks of one host, as the supervisor sees them."""
-
     host: str
     ranks: tuple[int, ...]
 

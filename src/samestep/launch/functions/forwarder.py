@@ -48,7 +48,6 @@ class OutputStream:
         return [line.removeprefix(label({0}, 1) + b" ") for line in lines] if self._single else lines
 
     def due(self) -> float | None:
-        """Returns when the next line is to be written, unless more comes; None where none waits."""
         return self._merger.due()
 
     def write(self, lines: list[bytes]) -> None:

@@ -58,7 +58,6 @@ class Display:
         self._since = time.monotonic()
 
     def show(self, lines: Sequence[str]) -> None:
-        """Draws these lines in the place of those before."""
         if time.monotonic() - self._since >= LOG_PERIOD_S:
             self._since = time.monotonic()
             self.close(lines[0])
@@ -88,8 +87,6 @@ class CellDisplay(Display):
 
 
 class TerminalDisplay(Display):
-    """The last lines of a terminal; other lines go above them, and it is left as it was found."""
-
     def __init__(self) -> None:
         self._live: Live | None = None
 

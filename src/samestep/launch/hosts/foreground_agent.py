@@ -25,8 +25,6 @@ CUT_OFF = 1  # exit code
 
 
 class ForegroundAgent(Agent):
-    """Serves the controller until it hangs up, or says that the run is over."""
-
     def __init__(self, link: AuthenticatedLink, info: JoinInfo) -> None:
         super().__init__(link, info)
         self._begun = False

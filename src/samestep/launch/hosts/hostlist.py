@@ -169,7 +169,6 @@ def _check_brackets(name: str) -> None:
 
 
 def _range(part: str) -> tuple[range, int]:
-    """Returns the numbers of a part of a bracket group, and how many digits each has at least."""
     match = _PART.fullmatch(part.strip())
     if match is None:
         raise ValueError(f"{_short(part)!r} is no number and no range; write 7 or 3-9")

@@ -74,7 +74,6 @@ def _listed(through: socket.socket) -> list[bytes]:
 
 
 def route_to(address: str) -> Interface | None:
-    """Returns the interface by which the kernel would reach `address`; None where it has no way."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ask:
         try:
             ask.connect((address, 9))  # nothing is sent
@@ -142,7 +141,6 @@ class _Probe:
     received: bytes = b""
 
     def receive(self) -> str | None:
-        """Returns why it is not the right host, "" where it is; None where more must come."""
         try:
             data = self.stream.recv(64)
         except BlockingIOError:

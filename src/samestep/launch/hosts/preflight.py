@@ -134,7 +134,6 @@ def threads_of(info: HostInfo, ranks: int, infos: Sequence[HostInfo]) -> int:
 
 
 def binding_warnings(infos: Sequence[HostInfo], launcher: str | None) -> list[str]:
-    """Returns a warning for each machine on which whoever started the agents has bound them to single cores."""
     machines: dict[tuple[str, str], list[HostInfo]] = {}
     for info in infos:
         machines.setdefault(info.place, []).append(info)

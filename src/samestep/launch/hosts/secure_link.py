@@ -195,7 +195,6 @@ class Listener:
         return self._poll.fileno()
 
     def accept(self) -> AuthenticatedLink | None:
-        """Returns the next agent that has proved itself, or None; never waits."""
         for descriptor, _ in self._poll.poll(0):
             if descriptor == self._socket.fileno():
                 self._accept_peers()

@@ -52,7 +52,6 @@ class TransportSpec:
         return plan_transport(self.via, self.hosts, agent_command(self.python), self.ssh_args)
 
     def join_info(self, port: int, token: str, index: int | None = None) -> str:
-        """Returns the line that tells agents where to connect, and with what token."""
         here = tuple(interface.address for interface in addresses())
         known = JoinInfo(addresses=here, port=port, token=token, directory=str(Path.cwd()), variables=self.variables)
         return json.dumps(asdict(replace(known, index=index)))
@@ -178,7 +177,6 @@ class NodeSpec:
         return None
 
     def publish_address(self, port: int) -> None:
-        """Writes where this process waits, if the others do not know."""
         if self.file is not None:
             here = [interface.address for interface in addresses()]
             rendezvous_file.write(self.file, {"addresses": here, "port": port, "token": self.token})
@@ -344,8 +342,6 @@ class TransportSource(AgentSource):
 
 
 class JoinSource(AgentSource):
-    """Listens where this process did at first; somebody else starts the agents."""
-
     def __init__(self, node: NodeSpec) -> None:
         super().__init__()
         self._node = node

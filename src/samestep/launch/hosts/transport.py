@@ -77,7 +77,6 @@ class Started:
         return attribute(self.start, line.decode(errors="replace").rstrip("\r\n"))
 
     def release(self) -> None:
-        """Ends the input of the command on every host; does not wait."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 

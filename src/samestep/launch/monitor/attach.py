@@ -41,7 +41,6 @@ def set_watched() -> None:
 
 
 def start_watcher(ranks: int, size: int) -> str:
-    """Starts the watcher for `ranks` of this host, of `size` in all, and returns where they find it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         name = f"samestep-{secrets.token_hex(16)}"
         listener.bind(f"\0{name}")

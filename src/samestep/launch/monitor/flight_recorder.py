@@ -28,7 +28,6 @@ class CollectiveRecord:
     done: bool
 
     def __str__(self) -> str:
-        """For a person: "collective 41, all_reduce of [20], not done"."""
         sizes = f" of {self.sizes}" if self.sizes else ""
         return f"collective {self.number}, {self.operation}{sizes}, {'done' if self.done else 'not done'}"
 
@@ -80,7 +79,6 @@ def ranks_behind(records: Sequence[CollectiveRecord]) -> tuple[int, ...]:
 
 
 def recorder_lines(records: Sequence[CollectiveRecord]) -> list[str]:
-    """Returns what a person is told of groups in which something is not done."""
     return [
         f"flight recorder, group {group}: " + "; ".join(f"rank {one.rank} {one}" for one in members)
         for group, members in _groups(records)

@@ -37,8 +37,6 @@ Kind = Literal["frozen", "busy", "disk", "asleep", "mismatch", "lost", "call"]
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """A run without progress."""
-
     kind: Kind  # what the culprits are; or different collectives, lost messages, a call of torch.distributed.rpc
     culprits: tuple[int, ...]  # the ranks that hold it up
     since_progress: float  # seconds since the last progress of any rank

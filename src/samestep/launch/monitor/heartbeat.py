@@ -35,8 +35,6 @@ _KEPT = 200  # steps whose durations are kept
 
 @dataclass(frozen=True, kw_only=True)
 class RankHeartbeat:
-    """How one rank is."""
-
     rank: int
     pid: int
     step: int  # optimizer steps finished

@@ -54,8 +54,6 @@ class ForeignRank(RankProcess):
 
 
 class WatchedRanks:
-    """The ranks of this host, as the supervisor sees them."""
-
     def __init__(self, loop: Loop, ranks: Sequence[ForeignRank]) -> None:
         self.host = socket.gethostname()
         self.ranks = tuple(one.rank for one in ranks)

@@ -107,7 +107,6 @@ class NonBlockingWriter:
             self.show(SHOW)
 
     def close(self) -> None:
-        """Waits until its reader has taken everything."""
         if self.dropped:
             self.show_line(f"samestep: {self.dropped} bytes are not shown here: see the logs".encode())
         if os.isatty(self.descriptor):
@@ -151,7 +150,6 @@ class RankStream:
             self.merger.feed(self.rank, self.writer.fit(line), now)
 
     def close(self) -> None:
-        """Takes an unfinished last line and closes the file."""
         self._show(b"")
         self.log.close()
 
@@ -196,7 +194,6 @@ class Console:
         writer.show_line(b"\n".join(map(writer.fit, lines)))  # it may hold a name, or a message, of the script's
 
     def keep_stacks(self, rank: int, stacks: bytes) -> None:
-        """Adds the Python stacks of a rank to its file of them."""
         path = rank_file(self._logs[rank], rank, "stacks")
         with suppress(OSError), open_private(path, "ab") as file:  # the disk is full, or the folder was cleared away
             file.write(stacks)

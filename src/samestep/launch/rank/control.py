@@ -80,7 +80,6 @@ class Control:
             self._socket.sendall(line)
 
     def start(self) -> None:
-        """Carries out commands from now on."""
         self._reader = threading.Thread(target=self._read, name="samestep-control", daemon=True)
         self._reader.start()
 

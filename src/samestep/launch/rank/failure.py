@@ -265,7 +265,6 @@ def _spawned_exited(error: BaseException, failure: FailureRecord) -> FailureReco
 
 
 def _spawned_rank(error: BaseException) -> tuple[str, str]:
-    """Returns which spawned process failed, and the stacks that it left."""
     process, logs = getattr(error, "error_pid", 0), variable("SAMESTEP_LOGS")
     for record in [] if logs is None else Path(logs).glob("rank*.spawned/rank*.progress"):
         if progress.read_file(record).process == process:

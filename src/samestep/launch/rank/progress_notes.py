@@ -139,7 +139,6 @@ def _keep_group(model: Any) -> None:
 
 
 def _release_groups() -> None:
-    """Lets go of the groups whose models are gone."""
     for key, (group, models) in [*_kept.items()]:
         if not any(model() is not None for model in models):
             del _kept[key]

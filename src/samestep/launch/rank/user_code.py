@@ -160,7 +160,6 @@ def place_in(text: str, frame: str | None = None) -> tuple[str | None, str | Non
 
 
 def _summary(lines: list[str]) -> traceback.StackSummary:
-    """Returns the frames, the innermost last, as a traceback would have them."""
     frames = []
     for line in reversed(lines):
         match = _FRAME.match(line)
