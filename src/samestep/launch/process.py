@@ -265,8 +265,7 @@ def stat_of(pid: int | str) -> tuple[str, float]:
 def signal_group(process: Process, number: int) -> bool:
     """Sends a signal to a rank and everything it started, unless it was reaped: its number may be another's by now.
 
-    Returns:
-        Whether this user may do so: a rank can become another user's.
+    Returns whether this user may do so: a rank can become another user's.
     """
     if process.returncode is None:
         try:

@@ -86,11 +86,7 @@ def _count(file: Path, name: str = "oom_kill") -> int | None:
 
 
 def check_room(ranks: int, root: Path = MACHINE) -> None:
-    """Refuses more ranks than this host could hold, whatever they do: it would stop responding, and then kill.
-
-    Raises:
-        UsageError: there are too many.
-    """
+    """Refuses more ranks than this host could hold, whatever they do: it would stop responding, and then kill."""
     left, _ = read_memory(root)
     if ranks * BYTES_OF_A_RANK > left:
         needed, free = (f"{size / 1e9:.1f} GB" for size in (ranks * BYTES_OF_A_RANK, left))

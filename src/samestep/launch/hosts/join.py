@@ -177,11 +177,7 @@ class AgentJoin:
 
 
 def start_by_transport(spec: TransportSpec, say: Say) -> tuple[list[AgentConnection], list[Started]]:
-    """Starts an agent on every host and returns them in their order, with what keeps them alive.
-
-    Raises:
-        UsageError: one could not be started; says why, and what fixes it.
-    """
+    """Starts an agent on every host and returns them in their order, with what keeps them alive."""
     token = new_token()
     with Listener(token) as listener:
         started = start(spec.starts(), spec.join_info(listener.port, token))

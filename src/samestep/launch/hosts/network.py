@@ -84,11 +84,7 @@ def route_to(address: str) -> Interface | None:
 
 
 def interface_named(name: str) -> Interface:
-    """Returns one of this host's interfaces.
-
-    Raises:
-        UsageError: there is none of that name; lists those that there are.
-    """
+    """Returns one of this host's interfaces, or raises UsageError."""
     found = addresses()
     for interface in found:
         if interface.name == name:

@@ -58,10 +58,9 @@ class RunRequest:
 
 
 def preflight(controller: Controller, request: RunRequest, warn: Callable[[str], None]) -> list[HostRanks]:
-    """Returns the part of every host of `controller`, in its order, after all checks; says what is amiss but not wrong.
+    """Returns the part of every host of `controller`, in its order; says what is amiss but not wrong.
 
-    Raises:
-        UsageError: they cannot run the script together; says why.
+    Raises UsageError where they cannot run the script together.
     """
     labels = unique_names([host.host for host in controller.hosts])
     label_of = dict(zip(controller.hosts, labels, strict=True))

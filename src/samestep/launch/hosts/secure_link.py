@@ -95,11 +95,7 @@ class AuthenticatedLink(Link):
         return last if raw[RETRANSMITS] or raw[PROBES] else 0.0
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
-        """Sends one message, now or when :meth:`flush` can; to one that has gone, nothing.
-
-        Raises:
-            ValueError: it is larger than the other side would take.
-        """
+        """Sends one message, now or when :meth:`flush` can; to one that has gone, nothing."""
         if self.closed:
             return
         super().send(message, payload)

@@ -102,9 +102,6 @@ def plan(via: str, hosts: Sequence[str], command: Sequence[str], ssh_args: str =
 
     `hosts` are names as ssh takes them, none twice (samestep.launch.hosts.hostlist sees to it); `command` is for a
     POSIX shell on the other side, and quoted here; `ssh_args` are more options, as one would type them.
-
-    Raises:
-        UsageError: `via` is unknown, or `ssh_args` has an open quote.
     """
     options = (*_split(ssh_args), *SSH_OPTIONS)
     match via:
