@@ -20,7 +20,6 @@ from samestep.launch.cpus import (
     assign_cpus,
     binding_warning,
     describe,
-    share_one_core,
     threads,
 )
 from samestep.launch.rank.environment import threads_per_rank
@@ -356,10 +355,9 @@ def test_a_rank_gets_its_part_of_what_may_be_used():
 
 
 def test_ranks_crowded_on_one_core_are_noticed():
-    assert share_one_core([{0}, {0}], 8)
-    for spread in ([{0}, {1}], [{0, 1}, {0, 1}], [{0}], []):  # a single rank crowds nobody
-        assert not share_one_core(spread, 8)
-    assert not share_one_core([{0}, {0}], 1)
+    assert binding_warning([{0}, {0}], 8).startswith("all 2 ranks of this host are bound to core 0")
+    assert binding_warning([{0, 1}, {0, 1}], 8) is None
+    assert binding_warning([{0}, {0}], 1) is None
 
 
 def test_the_warning_names_the_option_of_what_started_the_ranks():
@@ -403,5 +401,5 @@ def test_a_real_mpiexec_that_binds_is_noticed(tmp_path):
     subprocess.run(command, cwd=tmp_path, timeout=60, check=True)  # files: it mixes the ranks' lines of output
     affinities = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
     assert affinities == [[core], [core]]
-    assert share_one_core(affinities, 2)
+    assert len(set().union(*affinities)) == 1
     assert "--bind-to none" in binding_warning(affinities, 2)

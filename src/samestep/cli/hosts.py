@@ -137,7 +137,11 @@ def open_hosts(
             else:
                 source = JoinSource(where)
             with _telling_others_of_errors(controller, where):
-                yield controller, tuple(check(_note)), Replacement(controller, source, check, options.join_timeout, say)
+                yield (
+                    controller,
+                    tuple(check(lambda text: say(f"note: {text}"))),
+                    Replacement(controller, source, check, options.join_timeout, say),
+                )
     finally:
         stop_transports(started)
 
@@ -210,10 +214,6 @@ def _show(said: bytes) -> None:
     """Passes on what a transport says."""
     sys.stderr.write(said.decode(errors="replace"))
     sys.stderr.flush()
-
-
-def _note(text: str) -> None:
-    say(f"note: {text}")
 
 
 def _request(options: argparse.Namespace, where: TransportSpec | NodeSpec) -> RunRequest:

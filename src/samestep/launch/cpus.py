@@ -299,12 +299,6 @@ def describe(cores: Cores, local_ranks: int, threads: int, pinned: bool = False,
     return f"{ranks} on {where}, {each}{tail}"
 
 
-def share_one_core(affinities: Sequence[Collection[int]], machine_cores: int) -> bool:
-    """Tells whether several ranks of one host are bound to one and the same core though there are more."""
-    together = set().union(*affinities)
-    return len(affinities) > 1 and len(together) == 1 and machine_cores > 1
-
-
 def binding_warning(affinities: Sequence[Collection[int]], machine: int, launcher: str | None = None) -> str | None:
     """Returns one sentence where the launcher has bound ranks to too few cores, with what fixes it; else None.
 
@@ -316,7 +310,7 @@ def binding_warning(affinities: Sequence[Collection[int]], machine: int, launche
     wanted = max(1, machine // max(1, ranks))
     who = f"each of the {ranks} ranks of this host is" if ranks > 1 else "the only rank of this host is"
     bound = "a single core"
-    if share_one_core(affinities, machine):
+    if ranks > 1 and len(set().union(*affinities)) == 1 and machine > 1:
         who, bound = f"all {ranks} ranks of this host are", f"core {min(affinities[0])}"
     elif wanted == 1 or not ranks or any(len(cpus) > 1 for cpus in affinities):
         return None

@@ -20,7 +20,6 @@ import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
 
 from samestep.errors import UsageError
 
@@ -114,12 +113,6 @@ class ProbeServer:
 
     def close(self) -> None:
         self._socket.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self.close()
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,15 @@ class HeartbeatMonitor:
         for rank, (_, record) in self._ranks().items():
             if record.changed is None:
                 continue
-            timing = _timing(rank, record, record.changed)
+            timing = StepTiming(
+                rank=rank,
+                step=record.step,
+                at=record.changed,
+                waited=record.waited,
+                data=record.data,
+                non_training=record.non_training,
+                load=record.load,
+            )
             known, seconds = before.get(rank, (None, SHORTEST_S))
             if known is None or timing.step != known.step:
                 self._send("step_timing", asdict(timing))
@@ -148,11 +156,6 @@ def _heartbeat(rank: int, pid: int, record: Progress, seen: _Seen, state: str, n
         call_site=record.call_site,
         serving=record.serving,
     )
-
-
-def _timing(rank: int, record: Progress, at: float) -> StepTiming:
-    spent = {"waited": record.waited, "data": record.data, "non_training": record.non_training, "load": record.load}
-    return StepTiming(rank=rank, step=record.step, at=at, **spent)
 
 
 def _update(seen: _Seen, pid: int, record: Progress, now: float) -> str:
