@@ -117,11 +117,9 @@ class Controller:
 
     def prepare(self, jobs: Sequence[Job]) -> list[str]:
         """Lets every host import what its ranks need; returns what a person should know."""
-        for host, job in zip(self.hosts, jobs, strict=True):
-            host.send("prepare", job=asdict(job))
-        self._await("prepared")
-        notes = [host.answers.pop("prepared", {}).get("note") for host in self.hosts]
-        return list(dict.fromkeys(note for note in notes if note))
+        job_of = dict(zip(self.hosts, jobs, strict=True))
+        answers = self.ask("prepare", "prepared", lambda host: {"job": asdict(job_of[host])})
+        return list(dict.fromkeys(answer["note"] for answer in answers if answer["note"]))
 
     def ask(self, kind: str, answer: str, body: Callable[[AgentConnection], dict[str, Any]]) -> list[dict[str, Any]]:
         """Sends every host a message and returns their answers, in the order of the hosts."""
@@ -198,10 +196,8 @@ class Controller:
         note: Note,
     ) -> RunResult:
         """Runs one attempt: a job for each host; the other arguments are the supervisor's and the watchdog's."""
-        start = 0
         for host, job in zip(self.hosts, jobs, strict=True):
-            host.ranks = tuple(range(start, start + len(job.ranks)))
-            start += len(job.ranks)
+            host.ranks = job.ranks
         self._console = console
         supervisor = self._supervisor = Supervisor(self._loop, self.hosts, self._loop.stop, grace=grace)
         self._watchdog = Watchdog(
