@@ -93,7 +93,7 @@ def unbound_cores(root: Path = MACHINE, read: Callable[[str], str | None] = vari
 
 
 def _online(root: Path, otherwise: int) -> int:
-    listed = _text(root / "sys/devices/system/cpu/online")  # os.cpu_count() obeys PYTHON_CPU_COUNT from 3.13 on
+    listed = read_if_there(root / "sys/devices/system/cpu/online")  # os.cpu_count() obeys PYTHON_CPU_COUNT from 3.13 on
     return len(parse_cpu_list(listed)) if listed else otherwise
 
 
@@ -123,7 +123,7 @@ def cpu_quota(root: Path = MACHINE) -> float | None:
 def cpuset_size(root: Path = MACHINE) -> int | None:
     """Returns how many cpus this process's control group has; None where no group says so."""
     for version, directory in groups(root, "cpuset"):
-        listed = _text(directory / ("cpuset.cpus.effective" if version == 2 else "cpuset.effective_cpus"))
+        listed = read_if_there(directory / ("cpuset.cpus.effective" if version == 2 else "cpuset.effective_cpus"))
         if listed and listed.strip():
             return len(parse_cpu_list(listed))
     return None
@@ -131,9 +131,9 @@ def cpuset_size(root: Path = MACHINE) -> int | None:
 
 def _quota(directory: Path, version: int) -> float | None:
     if version == 2:
-        quota, _, period = (_text(directory / "cpu.max") or "max").strip().partition(" ")
+        quota, _, period = (read_if_there(directory / "cpu.max") or "max").strip().partition(" ")
     else:
-        quota, period = (_text(directory / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period"))
+        quota, period = (read_if_there(directory / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period"))
     with suppress(ValueError, ZeroDivisionError):  # "max", no such file
         return int(quota) / int(period or 100_000) if int(quota) > 0 else None
     return None
@@ -142,9 +142,9 @@ def _quota(directory: Path, version: int) -> float | None:
 def groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
     """Yields version and directory of this process's control groups, each followed by those above it."""
     try:
-        lines = [line.split(":", 2) for line in (_text(root / "proc/self/cgroup") or "").split("\n") if line]
+        lines = [line.split(":", 2) for line in (read_if_there(root / "proc/self/cgroup") or "").split("\n") if line]
         own = {2 if not names else 1: group for _, names, group in lines if not names or controller in names.split(",")}
-        mounts = parse_mounts(_text(root / "proc/self/mountinfo") or "", controller)
+        mounts = parse_mounts(read_if_there(root / "proc/self/mountinfo") or "", controller)
     except ValueError:  # in no form that is known here, so no limit is
         return
     for version, group in own.items():
@@ -190,7 +190,7 @@ def upwards(mount: Mount, group: str) -> list[str]:
     return [str(mount.point / above) for above in (inside, *inside.parents)]
 
 
-def _text(path: Path) -> str | None:
+def read_if_there(path: Path) -> str | None:
     """Returns a file's content; None where this machine has no such file, or hides it."""
     try:
         return path.read_bytes().decode("utf-8", "surrogateescape")  # others' mounts have names of any bytes
@@ -251,7 +251,7 @@ def read_locations(cpus: Iterable[int], root: Path = MACHINE) -> dict[int, CpuLo
 def _location(cpu: int, folder: Path) -> CpuLocation:
     node = min((int(path.name[4:]) for path in folder.glob("node[0-9]*")), default=0)
     package, core = (
-        int(_text(folder / "topology" / name) or -1) for name in ("physical_package_id", "core_id")
+        int(read_if_there(folder / "topology" / name) or -1) for name in ("physical_package_id", "core_id")
     )  # both are -1 where the firmware is silent
     return CpuLocation(node, package, core) if core >= 0 else CpuLocation(node, -1, cpu)
 
