@@ -230,8 +230,7 @@ def _announce(spec: RunSpec) -> None:
         say(f"{spec.size} ranks on {hosts}, {threads} CPU thread{'' if threads == '1' else 's'} for each rank")
     elif spec.size > 1 or spec.pinned:
         chosen = variable("OMP_NUM_THREADS")
-        line = describe(read_cores(), spec.size, spec.parts[0].threads, spec.pinned, chosen=chosen)
-        say(line)
+        say(describe(read_cores(), spec.size, spec.parts[0].threads, spec.pinned, chosen=chosen))
     if spec.fake_gpus is not None:
         for line in about_fake_gpus(spec.fake_gpus, max(part.ranks for part in spec.parts), visible_gpus()):
             say(line)

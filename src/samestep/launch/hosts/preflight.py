@@ -213,16 +213,14 @@ def _unreached(reached: Reached, infos: Sequence[HostInfo], interface: str | Non
                 back = reached.get(target, {}).get(source)
                 both = "; nor the other way round" if back is not None else ""
                 both += _other_pairs(reached, source, target)
+                where, fix = "", "open all ports between them, or name the network that joins them with --interface"
                 if interface is not None:
                     address = next((info.address_on(interface) for info in infos if info.name == target), None)
-                    return (
-                        f"host {source} cannot reach host {target} on its {interface}, {address} ({reason}){both}: "
-                        "name another network with --interface, or leave it out"
+                    where, fix = (
+                        f" on its {interface}, {address}",
+                        "name another network with --interface, or leave it out",
                     )
-                return (
-                    f"host {source} cannot reach host {target} ({reason}){both}: open all ports between them, or name "
-                    "the network that joins them with --interface"
-                )
+                return f"host {source} cannot reach host {target}{where} ({reason}){both}: {fix}"
     return None
 
 
