@@ -58,11 +58,9 @@ def rank_file(folder: Path, rank: int, kind: str) -> Path:
 
 
 def default_run_path(program: str, parent: Path | None = None) -> Path:
-    """Returns `runs/<program>-<time>-<hex>`, a name that no other run has, not yet created.
+    """Returns `runs/<program>-<time>-<hex>` in `parent`, a name that no other run has, not yet created.
 
-    Args:
-        program: a script's path or a module's name; its last part is used, as far as it makes a file name.
-        parent: the directory that holds `runs`; the current one by default.
+    Of a script's path or a module's name the last part is used, as far as it makes a file name.
     """
     stem = Path(program).stem if program.endswith(".py") else program
     stem = re.sub(r"[^\w.-]+", "-", Path(stem).name).strip("-.") or "run"

@@ -110,14 +110,7 @@ class ProgressListener:
         """Called after the collective."""
 
     def set_calls(self, call: str, callee: int, site: str, serving: str) -> None:
-        """Called when a call of torch.distributed.rpc begins or ends.
-
-        Args:
-            call: the function that the oldest call waits for, SHUTDOWN in rpc.shutdown, or "".
-            callee: the rank that runs it, or -1.
-            site: where the script calls it.
-            serving: the function that runs longest here for another rank, or "".
-        """
+        """Called when a call of torch.distributed.rpc begins or ends: the fields of a record from `call` on."""
 
     def gradients_ready(self) -> None:
         """Called when this rank's own part of a backward pass is done."""
