@@ -22,6 +22,7 @@ from typing import IO, Any, Protocol
 from samestep import progress
 from samestep.launch.cpus import pin, read_cores
 from samestep.launch.event_loop import Loop
+from samestep.launch.link import Link
 from samestep.launch.process import (
     Process,
     children,
@@ -35,7 +36,7 @@ from samestep.launch.process import (
     start,
 )
 from samestep.launch.rank.bootstrap import RankTask
-from samestep.launch.rank.control import RankPipe, RankProcess
+from samestep.launch.rank.control import RankProcess
 from samestep.launch.rank.failure import death
 from samestep.launch.rank.user_code import STACKS_SIGNAL, UNKNOWN
 from samestep.launch.resources import out_of_memory_kills
@@ -76,7 +77,7 @@ class Send(Protocol):
 
 class _LocalRank(RankProcess):
     def __init__(
-        self, rank: int, process: Process, pipe: RankPipe, stacks: IO[bytes], record: int, outputs: dict[int, str]
+        self, rank: int, process: Process, pipe: Link, stacks: IO[bytes], record: int, outputs: dict[int, str]
     ) -> None:
         super().__init__(rank, process.pid, pipe, stacks.fileno(), record)
         self.process = process
@@ -148,7 +149,7 @@ class LocalRanks:
         if job.pinned:
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(process.pid, pin(read_cores(), len(job.ranks), local_rank))
-        self._watch(_LocalRank(rank, process, RankPipe(ours), stacks, record, outputs))
+        self._watch(_LocalRank(rank, process, Link(ours), stacks, record, outputs))
 
     def _begin(
         self, task: RankTask, environment: dict[str, str], sinks: dict[str, int], channel: list[int], *, reads: bool
@@ -221,11 +222,10 @@ class LocalRanks:
         self._terminals = [(real, master) for real, master in self._terminals if master != descriptor]
         os.close(descriptor)
 
-    def _receive(self, one: _LocalRank) -> bool:
-        more = one.receive(lambda kind, body: self._send(kind, rank=one.rank, **body))
-        if one.pipe.ended:
+    def _receive(self, one: _LocalRank) -> None:
+        one.receive(lambda kind, body: self._send(kind, rank=one.rank, **body))
+        if one.pipe.closed:
             self._loop.forget(one.pipe.fileno())
-        return more
 
     def _on_end(self, one: _LocalRank, handle: int) -> None:
         self._loop.forget(handle)
@@ -233,8 +233,7 @@ class LocalRanks:
         code = exit_status(one.process)
         assert code is not None
         one.ended = True
-        while self._receive(one):
-            pass
+        self._receive(one)
         self._forward_rest(one)
         show = partial(self._send, "output", rank=one.rank, stream="err")
         place = one.place_of_death(show) if code < 0 else UNKNOWN
@@ -257,7 +256,7 @@ class LocalRanks:
         """
         for one in [self._ranks[rank] for rank in ranks if rank in self._ranks]:
             if what in {"stop", "preempt", "flight"}:
-                one.pipe.send(what, number=number)
+                one.pipe.send({"kind": what, "number": number})
             elif what == "signal":
                 signal_alone(one.process, number)
             elif what == "dump_stacks":
@@ -270,7 +269,7 @@ class LocalRanks:
 
     def show_pace(self, text: str) -> None:
         if 0 in self._ranks:
-            self._ranks[0].pipe.send("pace", text=text)
+            self._ranks[0].pipe.send({"kind": "pace", "text": text})
 
     def records(self) -> dict[int, tuple[int, progress.Progress]]:
         alive = [one for one in self._ranks.values() if not one.ended]

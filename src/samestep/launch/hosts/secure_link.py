@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from samestep.errors import RendezvousError
-from samestep.launch.link import Link, Message
+from samestep.launch.link import HEAD, Link, Message
 from samestep.schema import parse_object
 
 PROTOCOL = 2
@@ -47,7 +47,7 @@ MOST_LINE, MOST_FRAME = 1 << 16, 1 << 24  # bytes of one line of the handshake, 
 MOST_WAITING = 1 << 28  # bytes sent that the other side has not taken: more ends the connection, before memory does
 RETRANSMITS, PROBES, LAST_ACK = 2, 3, 56  # where struct tcp_info has tcpi_…; the last in milliseconds
 TRY_S = 3.0  # seconds for one address to answer
-_HEAD, _NUMBER, MAC = struct.Struct("!II"), struct.Struct("!Q"), 32
+_NUMBER, MAC = struct.Struct("!Q"), 32
 
 
 def new_token() -> str:
@@ -102,8 +102,7 @@ class AuthenticatedLink(Link):
         if self.pending > MOST_WAITING:
             self._end(f"has left {self.pending} bytes untaken")
 
-    def _wrap(self, text: bytes, payload: bytes) -> bytes:
-        frame = super()._wrap(text, payload)
+    def _wrap(self, frame: bytes) -> bytes:
         if MAC + len(frame) > MOST_FRAME:
             raise ValueError(f"a message of {len(frame)} bytes is more than {MOST_FRAME}: send it in parts")
         proof = _mac(self._key, self._ours, _NUMBER.pack(self._sent), frame)
@@ -118,9 +117,9 @@ class AuthenticatedLink(Link):
 
     def _unwrap(self) -> list[Message]:
         messages: list[Message] = []
-        while len(self._incoming) >= MAC + _HEAD.size and self.fault is None:
-            text, payload = _HEAD.unpack_from(self._incoming, MAC)
-            end = MAC + _HEAD.size + text + payload
+        while len(self._incoming) >= MAC + HEAD.size and self.fault is None:
+            text, payload = HEAD.unpack_from(self._incoming, MAC)
+            end = MAC + HEAD.size + text + payload
             if end > MOST_FRAME:
                 self._end(f"sent a frame of {end} bytes")
             elif len(self._incoming) < end:
@@ -137,8 +136,8 @@ class AuthenticatedLink(Link):
             self._end("sent a frame that the other side has not sent, or not at this place")
             return []
         self._received += 1
-        body = json.loads(frame[_HEAD.size : _HEAD.size + text])
-        return [Message(body.pop("kind"), body, frame[_HEAD.size + text :])]
+        body = json.loads(frame[HEAD.size : HEAD.size + text])
+        return [Message(body.pop("kind"), body, frame[HEAD.size + text :])]
 
     def _end(self, what: str) -> None:
         self.fault = f"{self.address[0]}:{self.address[1]} {what}"

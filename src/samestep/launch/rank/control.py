@@ -12,9 +12,9 @@
                   preempt             save at the next step that all agree on, and leave with exit code 75
     end of file                       the launcher is gone: leave now, unless it was a mere watcher
 
-One JSON object a line. A thread of its own reads the commands: the main thread may be in a collective for as long as
-it likes, and a signal would end the workers of a DataLoader, or run the script's handler, which may well begin to save
-with peers that are dead.
+Messages are framed as in samestep.launch.link. A thread of its own reads the commands: the main thread may be in a
+collective for as long as it likes, and a signal would end the workers of a DataLoader, or run the script's handler,
+which may well begin to save with peers that are dead.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from samestep import progress
+from samestep.launch.link import HEAD, Link, frame
 from samestep.launch.monitor import flight_recorder
 from samestep.launch.rank.user_code import SERVED, UNKNOWN, own_line, place_in, text_of, tried
 
-CHUNK = 1 << 16  # bytes read at a time
 FLUSH_S = 0.3  # how long leaving may wait for a stream that another thread holds
 
 Preempt = Callable[[int], None]  # gets the number of the signal that the launcher got
@@ -75,9 +75,8 @@ class Control:
 
     def send(self, kind: str, **body: Any) -> None:
         """Sends one message. A launcher that is gone receives nothing, and ends this rank anyway."""
-        line = json.dumps({"kind": kind, **body}).encode() + b"\n"
         with self._lock, contextlib.suppress(OSError):
-            self._socket.sendall(line)
+            self._socket.sendall(frame({"kind": kind, **body}))
 
     def start(self) -> None:
         self._reader = threading.Thread(target=self._read, name="samestep-control", daemon=True)
@@ -87,9 +86,9 @@ class Control:
         self._reader.join(seconds)
 
     def _read(self) -> None:
-        with self._socket.makefile("rb") as lines:
-            for line in lines:
-                self._carry_out(json.loads(line))
+        with self._socket.makefile("rb") as stream:
+            while len(head := stream.read(HEAD.size)) == HEAD.size:
+                self._carry_out(json.loads(stream.read(HEAD.unpack(head)[0])))
         if self._binding:
             os._exit(128 + signal.SIGKILL)
 
@@ -131,54 +130,17 @@ def _flush() -> None:
             stream.flush()
 
 
-class RankPipe:
-    """The other end; `stream` is connected to the rank, and never waited for."""
-
-    def __init__(self, stream: socket.socket) -> None:
-        stream.setblocking(False)
-        self._socket = stream
-        self._held = bytearray()
-        self.ended = False  # the rank has closed its end
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def receive(self) -> tuple[list[dict[str, Any]], bool]:
-        try:
-            data = self._socket.recv(CHUNK)
-        except BlockingIOError:
-            return [], False
-        except ConnectionResetError:
-            data = b""
-        self.ended = not data
-        self._held += data
-        if b"\n" not in data:  # a long message is not looked through again and again
-            return [], bool(data)
-        *lines, self._held = self._held.split(b"\n")
-        return [json.loads(line) for line in lines], True
-
-    def send(self, kind: str, **body: Any) -> None:
-        """Sends a message; what does not fit into the pipe at once is lost, and so it is where the rank is gone."""
-        with contextlib.suppress(OSError):
-            self._socket.send(json.dumps({"kind": kind, **body}).encode() + b"\n")
-
-    def close(self) -> None:
-        self._socket.close()
-
-
 class RankProcess:
     """A rank's process, a child of this one or not; `stacks` and `record` are descriptors."""
 
-    def __init__(self, rank: int, pid: int, pipe: RankPipe, stacks: int, record: int) -> None:
+    def __init__(self, rank: int, pid: int, pipe: Link, stacks: int, record: int) -> None:
         self.rank, self.pid, self.pipe = rank, pid, pipe
         self.stacks, self.record = stacks, record
         self._read = 0  # bytes of the stacks
 
-    def receive(self, take: Callable[[str, dict[str, Any]], object]) -> bool:
-        messages, more = self.pipe.receive()
-        for message in messages:
-            take(message.pop("kind"), message)
-        return more
+    def receive(self, take: Callable[[str, dict[str, Any]], object]) -> None:
+        for message in self.pipe.receive():
+            take(message.kind, message.body)
 
     def progress(self) -> progress.Progress:
         return progress.read(self.record)
