@@ -251,7 +251,6 @@ class LocalRanks:
         `stop`, `preempt` and `flight` go over the control pipe, `signal` to the ranks alone, `terminate` and `kill` to
         all that they have started too; `dump_stacks` makes them write their stacks, `position` sends these.
 
-
         `number` is of the signal; with `stop` it is the exit code, 0 for that of one ended by SIGTERM.
         """
         for one in [self._ranks[rank] for rank in ranks if rank in self._ranks]:
