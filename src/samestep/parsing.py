@@ -30,8 +30,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from samestep.errors import UsageError
 
-__all__: list[str] = []
-
 T = TypeVar("T")
 Reader = Callable[[Any, str], Any]  # a value and its name; returns it, or raises UsageError
 

@@ -26,8 +26,6 @@ from dataclasses import dataclass
 
 from samestep.errors import RankVariablesError
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankVariables:
