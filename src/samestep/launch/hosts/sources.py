@@ -293,7 +293,7 @@ class TransportSource(AgentSource):
                         self._drop(one)
                 self._tries.clear()
 
-    def waiting_text(self, number: int, host: AgentConnection, limit: str) -> str:  # noqa: ARG002  (the protocol's)
+    def waiting_text(self, number: int, host: AgentConnection, limit: str) -> str:  # noqa: ARG002
         return f"trying to start its agent again over {self._spec.via}, {limit}"
 
     def start(self, number: int, host: AgentConnection) -> None:
