@@ -11,7 +11,7 @@ from samestep import progress
 def test_a_new_record_names_the_process_and_nothing_else(record):
     read = progress.read(record)
     assert read.process == os.getpid()
-    assert (read.step, read.changed, read.phase, read.entered, read.left, read.since) == (0, None, "", 0, 0, None)
+    assert (read.step, read.changed, read.phase, read.entered, read.left) == (0, None, "", 0, 0)
     assert str(read) == ""
 
 

@@ -37,7 +37,7 @@ EXIT_CODES = {  # the table at the end of docs/codes.md
 
 def options_of(command):
     """Returns what the help of a command lists: options by their longest spelling, and the actions of `checkpoint`."""
-    actions = import_module(COMMANDS[command].module)._parser()._actions
+    actions = import_module(f"samestep.cli.{command}")._parser()._actions
     shown = [action for action in actions if action.help != argparse.SUPPRESS and action.option_strings]
     options = {max(action.option_strings, key=len) for action in shown} - {"--help"}
     return options | ({"list", "show", "verify", "convert"} if command == "checkpoint" else set())

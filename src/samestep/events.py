@@ -48,14 +48,10 @@ _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 
 class EventFile:
-    """One writer's lines, on their way into a file; the thread that writes begins with the first.
+    """One writer's lines, on their way into a file, which is appended to; the thread that writes begins with the first.
 
-    Args:
-        path: of the file, which is appended to; its folder is made.
-        rank: whose lines they are, None for the launcher's.
-        attempt: how often the run was started again.
-        at_once: writes in whoever hands a line over; for few lines, in a process that must have no other thread.
-        look: called before each writing, in the thread that writes.
+    The launcher's `rank` is None; `attempt` is how often the run was started again. `at_once` writes in whoever hands a
+    line over, for few lines in a process that must have no other thread; `look` is called before every other writing.
     """
 
     def __init__(
@@ -98,7 +94,6 @@ class EventFile:
             self._write()
 
     def close(self) -> None:
-        """Writes what is left."""
         self._closing.set()
         self._write()
         with self._writing:
@@ -161,7 +156,6 @@ def detach() -> None:
 
 
 def is_attached() -> bool:
-    """Tells whether anybody keeps events of this process."""
     return bool(_files)
 
 
@@ -176,17 +170,11 @@ def note(kind: str, step: int, began: float | None = None, **fields: Any) -> Non
 
 @dataclass
 class Reader:
-    """Reads a file that may still be written, as far as it has got each time.
-
-    Attributes:
-        path: of the file; it need not be there yet.
-        torn: lines that are no events; a last one without its end may still become one.
-        newer: the version of lines that only a later samestep understands, None where there are none.
-    """
+    """Reads a file that may still be written, or not be there yet, as far as it has got each time."""
 
     path: Path
-    torn: int = 0
-    newer: int | None = None
+    torn: int = 0  # lines that are no events; a last one without its end may still become one
+    newer: int | None = None  # the version of lines that only a later samestep understands
     _read: int = 0
     _rest: bytes = field(default=b"", repr=False)
 

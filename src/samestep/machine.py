@@ -12,8 +12,6 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-__all__: list[str] = []
-
 
 def machine() -> str:
     """Names the boot of this machine's kernel, whatever its hosts and containers are called; else this host's name."""

@@ -30,8 +30,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from samestep.errors import UsageError
 
-__all__: list[str] = []
-
 T = TypeVar("T")
 Reader = Callable[[Any, str], Any]  # a value and its name; returns it, or raises UsageError
 
@@ -39,17 +37,11 @@ LARGEST = 1e30  # bytes, operations or seconds: sums and products of a few such 
 
 
 class Units(NamedTuple):
-    """Units of one quantity.
+    """Units of one quantity."""
 
-    Attributes:
-        factors: what each is worth.
-        example: how such a quantity is written.
-        least: 0 where it may be nothing; None where it must be above.
-    """
-
-    factors: dict[str, float]
-    example: str
-    least: float | None = None
+    factors: dict[str, float]  # what each is worth
+    example: str  # how such a quantity is written
+    least: float | None = None  # 0 where it may be nothing; None where it must be above
 
 
 _BYTES = {
@@ -152,11 +144,8 @@ def read(reader: Reader) -> dict[str, Reader]:
 def load(kind: type[T], given: Any, where: str, title: str = "") -> T:
     """Returns a dataclass made of a section.
 
-    Args:
-        kind: the dataclass.
-        given: the section.
-        where: its name, before those of its values; empty for the whole of a file.
-        title: what it is called by itself; `where` where empty.
+    `where` is the section's name, before those of its values, empty for the whole of a file; `title` is what it is
+    called by itself, `where` by default.
 
     Raises:
         UsageError: it is no section, has an unknown key or lacks one, or a value cannot be.
@@ -208,10 +197,7 @@ def parse_json(text: str, source: str) -> Any:
 def read_text(path: str | Path, missing: str, name: str = "") -> str:
     """Returns the text of a file.
 
-    Args:
-        path: where it is.
-        missing: how to get one, where there is none.
-        name: what messages call it; its path where empty.
+    `missing` says how to get one, where there is none; `name` is what messages call it, its path by default.
 
     Raises:
         UsageError: it cannot be read.

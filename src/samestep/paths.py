@@ -33,22 +33,17 @@ Stream = Literal["out", "err"]
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The files of one run."""
-
     path: Path
 
     @property
     def record(self) -> Path:
-        """The file that sums the run up."""
         return self.path / "run.json"
 
     @property
     def events(self) -> Path:
-        """The file of what the launcher has said of the run."""
         return self.path / "events.jsonl"
 
     def logs(self, host: str, attempt: int = 0) -> Path:
-        """Returns the directory that holds what the ranks of `host` wrote."""
         return self.path / str(attempt) / host
 
 
@@ -63,11 +58,9 @@ def rank_file(folder: Path, rank: int, kind: str) -> Path:
 
 
 def default_run_path(program: str, parent: Path | None = None) -> Path:
-    """Returns `runs/<program>-<time>-<hex>`, a name that no other run has, not yet created.
+    """Returns `runs/<program>-<time>-<hex>` in `parent`, a name that no other run has, not yet created.
 
-    Args:
-        program: a script's path or a module's name; its last part is used, as far as it makes a file name.
-        parent: the directory that holds `runs`; the current one by default.
+    Of a script's path or a module's name the last part is used, as far as it makes a file name.
     """
     stem = Path(program).stem if program.endswith(".py") else program
     stem = re.sub(r"[^\w.-]+", "-", Path(stem).name).strip("-.") or "run"

@@ -65,7 +65,6 @@ class Progress:
     phase_since: float | None
     entered: int
     left: int
-    since: float | None
     operation: str
     site: str
     waited: float = 0.0  # these four up to the end of the last step
@@ -80,7 +79,6 @@ class Progress:
 
     @property
     def in_collective(self) -> bool:
-        """Whether the rank was in a collective when the record was read."""
         return self.entered > self.left
 
     def __str__(self) -> str:
@@ -112,14 +110,7 @@ class ProgressListener:
         """Called after the collective."""
 
     def set_calls(self, call: str, callee: int, site: str, serving: str) -> None:
-        """Called when a call of torch.distributed.rpc begins or ends.
-
-        Args:
-            call: the function that the oldest call waits for, SHUTDOWN in rpc.shutdown, or "".
-            callee: the rank that runs it, or -1.
-            site: where the script calls it.
-            serving: the function that runs longest here for another rank, or "".
-        """
+        """Called when a call of torch.distributed.rpc begins or ends: the fields of a record from `call` on."""
 
     def gradients_ready(self) -> None:
         """Called when this rank's own part of a backward pass is done."""
@@ -249,7 +240,6 @@ def attach(descriptor: int) -> None:
 
 
 def add_listener(listener: ProgressListener) -> None:
-    """Calls another listener too."""
     _listeners.append(listener)
 
 
@@ -259,7 +249,6 @@ def detach() -> None:
 
 
 def is_attached() -> bool:
-    """Tells whether this process has a record."""
     return bool(_listeners)
 
 
@@ -286,7 +275,6 @@ def count_step() -> None:
 
 
 def finished_steps() -> int:
-    """Returns how many steps are finished."""
     return _steps[0]
 
 
@@ -302,19 +290,16 @@ def set_phase(name: str) -> str:
 
 
 def current_phase() -> str:
-    """Returns what this process does."""
     return _phase[0]
 
 
 def end_phase(name: str) -> None:
-    """Ends a phase, if the process is in it."""
     if name and _phase[0] == name:
         set_phase("")
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Writes down what this process does meanwhile."""
     before = set_phase(name)
     try:
         yield
@@ -357,7 +342,6 @@ def read(descriptor: int) -> Progress:
         phase_since=_seconds(fields.phase_time),
         entered=fields.entered,
         left=fields.left,
-        since=_seconds(fields.call_time),
         operation=fields.operation.decode(errors="replace"),
         site=fields.site.decode(errors="replace"),
         waited=fields.waited / 1e9,

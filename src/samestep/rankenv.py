@@ -26,8 +26,6 @@ from dataclasses import dataclass
 
 from samestep.errors import RankVariablesError
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankVariables:
@@ -189,12 +187,10 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def variable(name: str, default: str | None = None) -> str | None:
-    """Returns one environment variable of this process."""
     return os.environ.get(name, default)
 
 
 def variable_names() -> list[str]:
-    """Returns the names of all environment variables of this process."""
     return sorted(os.environ)
 
 

@@ -29,7 +29,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     return found
 
 
-def from_json(form: type[T], value: Any, name: str = "value") -> T:
+def from_json(form: type[T], value: Any) -> T:
     """Returns a value as a type hint has it: objects as dataclasses, lists as tuples where it says so.
 
     Fields that a dataclass does not have are ignored.
@@ -41,12 +41,11 @@ def from_json(form: type[T], value: Any, name: str = "value") -> T:
     Args:
         form: a dataclass, or a hint made of bool, int, float, str, None, list, tuple, dict, Literal, Any and unions.
         value: what :func:`json.loads` has returned.
-        name: what errors call it.
 
     Raises:
         ValueError: it has another form; says where.
     """
-    return cast("T", _read(form, value, name))
+    return cast("T", _read(form, value, "value"))
 
 
 def _read(form: Any, value: Any, name: str) -> Any:

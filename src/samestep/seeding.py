@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, odd, so that all multiples differ
 
 

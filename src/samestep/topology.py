@@ -21,8 +21,6 @@ from typing import Any, Self
 
 from samestep.errors import UsageError
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Grid:

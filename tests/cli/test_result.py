@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from samestep.cli.result import write_json
+from samestep.cli.checks import write_json
 from samestep.errors import UsageError
 
 

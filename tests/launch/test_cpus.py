@@ -20,7 +20,6 @@ from samestep.launch.cpus import (
     assign_cpus,
     binding_warning,
     describe,
-    share_one_core,
     threads,
 )
 from samestep.launch.rank.environment import threads_per_rank
@@ -243,21 +242,19 @@ def test_the_smallest_limit_counts_and_is_named(given, count, limit):
 
 
 @pytest.mark.parametrize(
-    ("given", "ranks", "others", "expected"),
+    ("given", "ranks", "expected"),
     [
-        (cores(8), 2, 0, 4),
-        (cores(8), 3, 0, 2),
-        (cores(2), 4, 0, 1),
-        (cores(8, quota=3.9), 1, 0, 3),
-        (cores(8, quota=0.5), 1, 0, 1),
-        (cores(8), 2, 2, 2),  # two launchers on the same cores
-        (cores(8, slurm=4), 2, 2, 2),  # Slurm's share is not shared
-        (cores(8, slurm=8), 1, 3, 2),
-        (cores(8, slurm=2), 2, 0, 1),
+        (cores(8), 2, 4),
+        (cores(8), 3, 2),
+        (cores(2), 4, 1),
+        (cores(8, quota=3.9), 1, 3),
+        (cores(8, quota=0.5), 1, 1),
+        (cores(8, slurm=4), 2, 2),
+        (cores(8, slurm=2), 2, 1),
     ],
 )
-def test_threads_are_the_cores_divided(given, ranks, others, expected):
-    assert threads(given, ranks, others) == expected
+def test_threads_are_the_cores_divided(given, ranks, expected):
+    assert threads(given, ranks) == expected
 
 
 @pytest.mark.parametrize(
@@ -354,14 +351,13 @@ def test_places_are_read_as_the_kernel_writes_them(tmp_path):
 def test_a_rank_gets_its_part_of_what_may_be_used():
     some = Cores(usable=(1, 3, 5, 7), machine=8)
     places = {cpu: CpuLocation(0, 0, cpu) for cpu in some.usable}
-    assert [room.pin(some, 2, rank, places) for rank in range(2)] == [(1, 3), (5, 7)]
+    assert assign_cpus(places, 2) == [(1, 3), (5, 7)]
 
 
 def test_ranks_crowded_on_one_core_are_noticed():
-    assert share_one_core([{0}, {0}], 8)
-    for spread in ([{0}, {1}], [{0, 1}, {0, 1}], [{0}], []):  # a single rank crowds nobody
-        assert not share_one_core(spread, 8)
-    assert not share_one_core([{0}, {0}], 1)
+    assert binding_warning([{0}, {0}], 8).startswith("all 2 ranks of this host are bound to core 0")
+    assert binding_warning([{0, 1}, {0, 1}], 8) is None
+    assert binding_warning([{0}, {0}], 1) is None
 
 
 def test_the_warning_names_the_option_of_what_started_the_ranks():
@@ -384,7 +380,6 @@ def test_a_core_for_each_is_too_few_where_more_threads_are_meant():
         "each of the 2 ranks of this host is bound to a single core, though 8 cores are there and 4 "
     )
     assert binding_warning([{0}], 4).startswith("the only rank of this host is bound to a single core")
-    assert binding_warning([{0}, {1}], 8, threads=1) is None
     assert binding_warning([{0}, {1}], 2) is None  # as many as there are for each
     assert binding_warning([{0}, {1, 2}], 8) is None
     assert binding_warning([{0, 1}, {2, 3}], 8) is None
@@ -406,5 +401,5 @@ def test_a_real_mpiexec_that_binds_is_noticed(tmp_path):
     subprocess.run(command, cwd=tmp_path, timeout=60, check=True)  # files: it mixes the ranks' lines of output
     affinities = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
     assert affinities == [[core], [core]]
-    assert share_one_core(affinities, 2)
+    assert len(set().union(*affinities)) == 1
     assert "--bind-to none" in binding_warning(affinities, 2)

@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from samestep.launch.functions.forwarder import OutputForwarder
-from samestep.launch.functions.status_line import StatusLine
+from samestep.launch.functions.forwarder import OutputForwarder, StatusLine
 
 
 class Ranks:

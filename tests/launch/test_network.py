@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from contextlib import closing
 from dataclasses import asdict
 
 import pytest
@@ -34,7 +35,11 @@ def served(bell, done):
 
 
 def test_a_probe_tells_the_right_host_from_another_service_and_from_none():
-    with ProbeServer(HERE) as bell, ProbeServer(HERE) as other, socket.create_server((HERE, 0)) as gone:
+    with (
+        closing(ProbeServer(HERE)) as bell,
+        closing(ProbeServer(HERE)) as other,
+        socket.create_server((HERE, 0)) as gone,
+    ):
         nobody = gone.getsockname()[1]
         gone.close()
         done = threading.Event()

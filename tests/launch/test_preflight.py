@@ -10,7 +10,7 @@ from samestep.launch.hosts.host_info import HostInfo
 from samestep.launch.hosts.preflight import binding_warnings, mismatch, threads_of
 
 GOOD = HostInfo(
-    name="a", host="a", pid=1, index=None, addresses=("10.0.0.1",), python="3.11.7", torch="2.13.0+cpu",
+    name="a", host="a", python="3.11.7", torch="2.13.0+cpu",
     samestep="0.1.0", gpus=0, cpus=(0, 1), cores=2, unbound=2, digest="d" * 64, directory="/work",
 )  # fmt: skip
 

@@ -81,37 +81,32 @@ from samestep.launch.process import become_subreaper, children, kill_orphans
 become_subreaper()
 other = subprocess.Popen(["sleep", "600"], user=65534, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 own = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-print(*kill_orphans(), sep="\\n")
+kill_orphans()
 print(children(os.getpid()) == [other.pid], other.pid)
 """
 
 
 @needs_root
-def test_those_that_may_not_be_ended_are_left_out_and_named():
+def test_those_that_may_not_be_ended_are_left_out():
     command = [sys.executable, "-c", NAMES]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, check=False, preexec_fn=without_the_right_to_kill
     )
     assert done.returncode == 0, done.stderr
-    first, second, last = done.stdout.splitlines()
-    pid = int(last.split()[1])
+    pid = int(done.stdout.split()[1])
     os.kill(pid, signal.SIGKILL)
-    assert last == f"True {pid}"
-    assert [line for line in (first, second) if "another user's" in line] == [
-        f"sleep ({pid}), which is another user's and goes on"
-    ]
+    assert done.stdout == f"True {pid}\n"
 
 
-def test_a_process_has_a_name_even_if_that_is_no_utf8(tmp_path):
-    from samestep.launch.process import _name, stat_of
+def test_a_process_has_a_state_even_if_its_name_is_no_utf8(tmp_path):
+    from samestep.launch.process import stat_of
 
     odd = tmp_path / "caf\udce9"
     odd.symlink_to("/bin/sleep")
     process = start([str(odd), "600"], dict(os.environ))
-    while _name(process.pid) == f"python ({process.pid})":
+    while Path(f"/proc/{process.pid}/comm").read_bytes().startswith(b"python"):
         os.sched_yield()
     try:
-        assert _name(process.pid).endswith(f"({process.pid})")
         assert stat_of(process.pid)[0] in "RSD"
     finally:
         process.send_signal(signal.SIGKILL)

@@ -16,6 +16,7 @@ from samestep.errors import RendezvousError
 from samestep.launch.controller import connection_of
 from samestep.launch.hosts import secure_link
 from samestep.launch.hosts.secure_link import Listener, connect, new_token
+from samestep.launch.link import frame
 
 HERE = "127.0.0.1"
 
@@ -413,7 +414,7 @@ def test_number_keys_do_not_look_like_another_token(token):
 
 def frames(link, count):
     """Returns what a link would have put on its wire for so many messages."""
-    return [link._wrap(json.dumps({"kind": str(number)}).encode(), b"") for number in range(count)]
+    return [link._wrap(frame({"kind": str(number)})) for number in range(count)]
 
 
 def test_frames_out_of_order_or_with_one_missing_end_the_connection(token):

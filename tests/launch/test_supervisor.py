@@ -299,7 +299,7 @@ def test_a_host_that_is_lost_takes_its_ranks_along(start):
     run.ends(1, -15)
     assert run.over == 1
     verdict = run.supervisor.result()
-    assert (verdict.lost_hosts, verdict.root_cause.rank, verdict.root_cause.exception) == (("node2",), 3, "HostLost")
+    assert (verdict.root_cause.host, verdict.root_cause.rank, verdict.root_cause.exception) == ("node2", 3, "HostLost")
 
 
 def test_a_host_that_is_lost_while_ranks_are_stopped_is_no_reason(start):

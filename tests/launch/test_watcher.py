@@ -13,8 +13,8 @@ import pytest
 
 from ports import free_port
 from samestep.launch.event_loop import Loop
+from samestep.launch.link import Link
 from samestep.launch.monitor.watcher import SILENT, ForeignRank, WatchedRanks, exit_code, last_lines
-from samestep.launch.rank.control import RankPipe
 from samestep.launch.rank.failure import FailureRecord
 from samestep.launch.rank.user_code import STACKS_SIGNAL
 from samestep.launch.result import RunResult
@@ -227,7 +227,7 @@ def test_a_rank_whose_interpreter_ends_is_not_asked_for_its_stacks(leaving):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     handle = os.pidfd_open(child.pid)
     with rank, watcher, child:
-        one = ForeignRank(0, child.pid, handle, RankPipe(watcher), stacks=-1, record=-1)
+        one = ForeignRank(0, child.pid, handle, Link(watcher), stacks=-1, record=-1)
         one.leaving = leaving
         WatchedRanks(Loop(), [one]).command("dump_stacks", [0])
         child.communicate(b"\n")

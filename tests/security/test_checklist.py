@@ -232,7 +232,7 @@ BY_NAME = {  # a table's, a function's own or the user's word on the command lin
         "launch/start/fork.py",
         "launch/start/prefork_server.py",
         "launch/rank/observers.py",
-        "launch/functions/status_line.py",
+        "launch/functions/forwarder.py",
     ),
 }
 

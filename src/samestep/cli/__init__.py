@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple
 
 from samestep._version import __version__
 from samestep.errors import SamestepError, UsageError
@@ -19,22 +18,15 @@ from samestep.rankenv import set_variables, variable
 __all__ = ["main"]
 
 
-class Command(NamedTuple):
-    """A module with `main(arguments: Sequence[str]) -> int`, and what the help says of it."""
-
-    module: str
-    summary: str
-
-
-COMMANDS = {
-    "run": Command("samestep.cli.run", "start a script on N processes, here or on several hosts"),
-    "verify": Command("samestep.cli.verify", "prove that N processes train as one, or name what is different"),
-    "watch": Command("samestep.cli.watch", "look at a run while it goes on, or afterwards"),
-    "report": Command("samestep.cli.report", "make a page of a run: the same training? where does its time go?"),
-    "checkpoint": Command("samestep.cli.checkpoint", "list, show, verify and convert what a run has saved"),
-    "plan": Command("samestep.cli.plan", "predict a training on other machines, before renting them"),
-    "doctor": Command("samestep.cli.doctor", "would training work here, and what would be slow?"),
-    "bench": Command("samestep.cli.bench", "time samestep beside the code it stands in for"),
+COMMANDS = {  # each a module beside this one with `main(arguments: Sequence[str]) -> int`; and what the help says of it
+    "run": "start a script on N processes, here or on several hosts",
+    "verify": "prove that N processes train as one, or name what is different",
+    "watch": "look at a run while it goes on, or afterwards",
+    "report": "make a page of a run: the same training? where does its time go?",
+    "checkpoint": "list, show, verify and convert what a run has saved",
+    "plan": "predict a training on other machines, before renting them",
+    "doctor": "would training work here, and what would be slow?",
+    "bench": "time samestep beside the code it stands in for",
 }
 
 HELP = """usage: samestep COMMAND [options]
@@ -87,21 +79,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in {"-h", "--help", "help"}:
         width = max(map(len, COMMANDS))
-        rows = (f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+        rows = (f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
         print(HELP.format(commands="\n".join(rows)), end="")
         return 0
     if arguments[0] == "--version":
         print(f"samestep {__version__}")
         return 0
-    command = COMMANDS.get(arguments[0])
-    if command is None:
+    if arguments[0] not in COMMANDS:
         raise UsageError(f"there is no command {arguments[0]!r}: {_advice(arguments)}")
     _check_place()
     if arguments[0] == "run":
         _apply_overlay()
         early_agent.begin(arguments[1:])
     try:
-        code: int = import_module(command.module).main(arguments[1:])
+        code: int = import_module(f"samestep.cli.{arguments[0]}").main(arguments[1:])
     finally:
         early_agent.discard()
     return code

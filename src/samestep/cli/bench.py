@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from samestep.bench import BENCHMARKS, benchmark, load
 from samestep.bench.harness import Comparison, Options, Report, check_plot, draw
-from samestep.cli.checks import check_json, warn_of_others
+from samestep.cli.checks import check_json, warn_of_others, write_json
 from samestep.cli.options import Parser, whole
-from samestep.cli.result import write_json
 from samestep.errors import UsageError
 from samestep.rankenv import read_rank_variables
 

@@ -27,9 +27,8 @@ from samestep.checkpoints.inspection import (
 )
 from samestep.checkpoints.integrity import ForeignError, payloads
 from samestep.checkpoints.manifest import Manifest
-from samestep.cli.checks import check_json
+from samestep.cli.checks import check_json, write_json
 from samestep.cli.options import Parser, some_seconds, whole
-from samestep.cli.result import write_json
 from samestep.errors import CheckpointError, UsageError
 from samestep.text import escape_control, format_bytes, plural
 

@@ -1,14 +1,17 @@
-"""What a command that starts a script refuses before anything starts: programs, and paths that cannot be written."""
+"""Programs and files that a command is given: refused before anything starts, and written, whole or not at all."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import sys
 from pathlib import Path
+from typing import Any
 
 from samestep.errors import UsageError
+from samestep.files import write_atomic
 from samestep.launch.cpus import read_cores
+from samestep.launch.output.console import say
 from samestep.launch.rank.script import find_module
 from samestep.launch.resources import busy_cores
 from samestep.paths import default_run_path
@@ -100,7 +103,31 @@ def warn_of_others() -> None:
     cores = read_cores().usable
     busy = busy_cores(cores)
     if busy > BUSY * len(cores):
-        sys.stderr.write(
-            f"samestep: warning: other programs keep {100 * busy / len(cores):.0f} % of the cores busy: what is "
-            "measured now is slower than on an idle machine, and less certain\n"
+        say(
+            f"warning: other programs keep {100 * busy / len(cores):.0f} % of the cores busy: what is measured now is "
+            "slower than on an idle machine, and less certain"
         )
+
+
+# --- what was found, for programs ------------------------------------------------------------------
+
+
+def write_json(file: Path | None, told: Any, code: int = 0) -> int:
+    """Writes it, if there is a file to write it to; returns the exit code, as :func:`write_text` does."""
+    return code if file is None else write_text(file, f"{json.dumps(told, indent=2)}\n", code, option="--json")
+
+
+def write_text(file: Path | None, text: str, code: int = 0, *, option: str) -> int:
+    """Writes a file that an option names, if it names one; returns the exit code, `code`.
+
+    Where it cannot be written after all, that is said, and a code of 0 becomes another: nobody shall take what an
+    earlier command has left there for this one's.
+    """
+    if file is None:
+        return code
+    try:
+        write_atomic(file, [text])
+    except UsageError as error:
+        say(f"error: {option} {error}")
+        return code or error.exit_code
+    return code

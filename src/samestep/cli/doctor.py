@@ -10,9 +10,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from samestep.cli.checks import check_json
+from samestep.cli.checks import check_json, write_json
 from samestep.cli.options import Parser
-from samestep.cli.result import write_json
 from samestep.doctor.finding import Finding, worst_level
 from samestep.errors import RankVariablesError, UsageError
 from samestep.rankenv import RankVariables, read_rank_variables

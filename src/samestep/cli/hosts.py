@@ -82,11 +82,7 @@ def add_options(parser: Parser) -> None:
 
 
 def reject_ineffective(options: argparse.Namespace) -> None:
-    """Refuses options that would have no effect beside the others: whoever gives one counts on it.
-
-    Raises:
-        UsageError: there is one; says what it belongs to.
-    """
+    """Refuses options that would have no effect beside the others: whoever gives one counts on it."""
     hosts = [f"--{name}" for name in ("hosts", "hostfile") if getattr(options, name) is not None]
     given = {
         "--via": options.via,
@@ -116,13 +112,7 @@ def open_hosts(
 ) -> Iterator[tuple[Controller, tuple[HostRanks, ...], Replacement]]:
     """Yields the controller of a run, its parts, all examined, and what replaces hosts; ends all agents at the end.
 
-    Args:
-        options: the command's.
-        where: what :func:`host_mode` has made of them.
-
-    Raises:
-        UsageError: the hosts cannot be reached, or cannot run the script together.
-        RendezvousError: some did not come.
+    `where` is what :func:`host_mode` has made of the options.
     """
     if where is None:
         ranks = options.ranks or visible_gpus() or 1
@@ -147,7 +137,11 @@ def open_hosts(
             else:
                 source = JoinSource(where)
             with _telling_others_of_errors(controller, where):
-                yield controller, tuple(check(_note)), Replacement(controller, source, check, options.join_timeout, say)
+                yield (
+                    controller,
+                    tuple(check(lambda text: say(f"note: {text}"))),
+                    Replacement(controller, source, check, options.join_timeout, say),
+                )
     finally:
         stop_transports(started)
 
@@ -222,10 +216,6 @@ def _show(said: bytes) -> None:
     sys.stderr.flush()
 
 
-def _note(text: str) -> None:
-    say(f"note: {text}")
-
-
 def _request(options: argparse.Namespace, where: TransportSpec | NodeSpec) -> RunRequest:
     named = listed(options) if options.hosts or options.hostfile else []
     return RunRequest(
@@ -239,11 +229,7 @@ def _request(options: argparse.Namespace, where: TransportSpec | NodeSpec) -> Ru
 
 
 def forwarded_environment(more: list[str]) -> dict[str, str]:
-    """Returns the variables that go to other hosts: those that start as FORWARDED says, and `more`.
-
-    Raises:
-        UsageError: one of these is not set here.
-    """
+    """Returns the variables that go to other hosts: those that FORWARDED names, and `more`, which must be set."""
     missing = [name for name in more if variable(name) is None]
     if missing:
         raise UsageError(f"--env {missing[0]}: there is no such variable here; set it first")

@@ -132,12 +132,7 @@ def add_local_rank(parser: Parser) -> None:
 
 
 def add_fake_gpus(parser: Parser, ranks: str) -> None:
-    """Adds the option that has a script for GPUs run without them.
-
-    Args:
-        parser: of a command.
-        ranks: how many GPUs there are by default, in words.
-    """
+    """Adds the option that has a script for GPUs run without them; `ranks` says how many there are by default."""
     parser.numbered = ("--fake-gpus",)
     parser.add_argument(
         "--fake-gpus",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from samestep.cli.checks import check_json, check_program, warn_of_others
 from samestep.cli.options import Parser, whole
 from samestep.errors import UsageError
+from samestep.launch.output.console import say
 
 if TYPE_CHECKING:
     from samestep.network.cluster import Cluster
@@ -151,10 +152,9 @@ def _tell_misplaced(program: Sequence[str]) -> None:
     script, *arguments = program
     misplaced = [word for word in arguments if word.partition("=")[0] in FILES]
     if misplaced:
-        print(
-            f"samestep: note: {misplaced[0]} comes after {script} and is passed to it; options of plan come first: "
-            f"samestep plan {misplaced[0]} … {script}",
-            file=sys.stderr,
+        say(
+            f"note: {misplaced[0]} comes after {script} and is passed to it; options of plan come first: "
+            f"samestep plan {misplaced[0]} … {script}"
         )
 
 
@@ -164,8 +164,8 @@ def _cluster(options: argparse.Namespace) -> Cluster:
 
     if options.cluster is None or options.program:
         warn_of_others()
-    if options.cluster is None:
-        _say("measuring the links of this machine")
+    if options.cluster is None and sys.stderr.isatty():
+        say("measuring the links of this machine")
     found = measure_cluster.local_cluster() if options.cluster is None else load(options.cluster)
     if options.ranks is not None and options.ranks > found.ranks:
         raise UsageError(f"--ranks {options.ranks} are asked for, and the cluster has {found.ranks}: give 1 to that")
@@ -195,8 +195,3 @@ def _write(options: argparse.Namespace, found: TrainingPlan) -> None:
         draw(found, options.picture)
     if options.apply is not None:
         write_atomic(options.apply, [found.settings().dumps(found.title(found.as_it_is))])
-
-
-def _say(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"samestep: {text}", file=sys.stderr)

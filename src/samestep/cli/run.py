@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from samestep.cli.checks import check_json, check_program, check_run_path, run_path
+from samestep.cli.checks import check_json, check_program, check_run_path, run_path, write_json
 from samestep.cli.hosts import (
     add_options,
     forwarded_environment,
@@ -24,7 +24,6 @@ from samestep.cli.hosts import (
     reject_ineffective,
 )
 from samestep.cli.options import Parser, add_fake_gpus, add_local_rank, seconds, whole
-from samestep.cli.result import write_json
 from samestep.errors import UsageError
 from samestep.fake_gpus import VARIABLE, about_fake_gpus
 from samestep.fake_gpus.suggestion import ends_of, suggest, wants_gpus
@@ -231,8 +230,7 @@ def _announce(spec: RunSpec) -> None:
         say(f"{spec.size} ranks on {hosts}, {threads} CPU thread{'' if threads == '1' else 's'} for each rank")
     elif spec.size > 1 or spec.pinned:
         chosen = variable("OMP_NUM_THREADS")
-        line = describe(read_cores(), spec.size, spec.parts[0].threads, spec.pinned, chosen=chosen)
-        say(line)
+        say(describe(read_cores(), spec.size, spec.parts[0].threads, spec.pinned, chosen=chosen))
     if spec.fake_gpus is not None:
         for line in about_fake_gpus(spec.fake_gpus, max(part.ranks for part in spec.parts), visible_gpus()):
             say(line)

@@ -14,9 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
-from samestep.cli.checks import check_json, check_program
+from samestep.cli.checks import check_json, check_program, write_json, write_text
 from samestep.cli.options import Parser, add_fake_gpus, add_local_rank, some_seconds, whole
-from samestep.cli.result import write_json, write_text
 from samestep.errors import UsageError
 from samestep.fake_gpus import VARIABLE, about_fake_gpus
 from samestep.fake_gpus.suggestion import suggest, wants_gpus

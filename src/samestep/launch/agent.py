@@ -10,7 +10,7 @@
       command {what, ranks}     ->                                  stop, preempt, flight, dump_stacks, signal, kill, …
       pace {text}               ->                                  rank 0's display shows it
       cleanup                   ->                                  whatever they have left
-                                <-       cleaned {left}
+                                <-       cleaned
     end of the connection       ->       kills all of it, and ends
 
 On the controller's own host it is a fork of the controller: so that may be killed in any way, and there is still
@@ -172,8 +172,8 @@ class Agent:
             case "resize":
                 self._ranks.resize()
             case "inspect":
-                known = {} if self._info is None else {"index": self._info.index, "ranks": self._info.ranks}
-                info = inspect_host(body["program"], is_module=body["is_module"], name=body["name"], **known)
+                ranks = None if self._info is None else self._info.ranks
+                info = inspect_host(body["program"], is_module=body["is_module"], name=body["name"], ranks=ranks)
                 self._send("info", info=asdict(info))
             case "open_probe":
                 server = self._probe_server = ProbeServer(body["address"])
@@ -189,7 +189,8 @@ class Agent:
             case "run_ended":
                 self.exit_code = body["exit"]
             case "cleanup":
-                self._send("cleaned", left=self._ranks.cleanup())
+                self._ranks.cleanup()
+                self._send("cleaned")
 
     def _bind(self, address: str) -> None:
         try:
@@ -210,7 +211,6 @@ class Agent:
             self._send("start_failed", reason=f"cannot start {len(job.ranks)} ranks: {error}")
 
     def _probe(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Tries the other hosts' probe servers, and finds the interface that leads to them."""
         targets = {name: ProbeTarget(**target) for name, target in body["targets"].items()}
         requested = body["interface"]
         try:
@@ -225,7 +225,6 @@ class Agent:
 
 
 def fork_agent(link: Link, ours: Link) -> int:
-    """Starts an agent as a fork of this process and returns its process number; `ours` is the controller's end."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     parent = os.getpid()
@@ -270,7 +269,7 @@ def main() -> int:
     try:
         os.chdir(info.directory)
         set_variables(info.variables)
-        about = {"name": info.name, "host": socket.gethostname(), "index": info.index, "pid": os.getpid()}
+        about = {"name": info.name, "host": socket.gethostname(), "index": info.index}
         link = connect(info.addresses, info.port, info.token, about, seconds=CONNECT_S, patient=False)
     except OSError as error:
         sys.stderr.write(f"samestep: error: cannot work in {info.directory} here: {error.strerror}\n")

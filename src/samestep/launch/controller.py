@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn, Self
 
@@ -21,7 +21,6 @@ from samestep.launch.event_loop import PASSED_ON, Alarm, Loop, signals
 from samestep.launch.hosts.secure_link import AuthenticatedLink
 from samestep.launch.link import Link, Message, pair
 from samestep.launch.local_ranks import Job
-from samestep.launch.monitor.hang import HANG_AFTER_S
 from samestep.launch.monitor.watchdog import Note, OnHang, Watchdog
 from samestep.launch.output.console import MOST_HELD, Console
 from samestep.launch.process import become_subreaper, kill_orphans, raise_file_limit
@@ -35,8 +34,6 @@ CLEANUP_S = 10.0  # for a host to say that nothing is left there
 
 
 class AgentConnection:
-    """One host's ranks, as the controller sees them: its agent at the other end of a link."""
-
     def __init__(self, host: str, link: Link, ranks: int, process: int | None = None) -> None:
         self.host = host
         self.process = process  # the agent's, where it is a child of this one
@@ -65,19 +62,6 @@ class AgentConnection:
 
     def command(self, what: str, ranks: Sequence[int], number: int = 0) -> None:
         self.send("command", what=what, ranks=list(ranks), number=number)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """What one attempt runs: a job for each host, where its output and its events go, and what becomes of a hang."""
-
-    jobs: tuple[Job, ...]
-    console: Console
-    grace: float
-    hang_after: float = HANG_AFTER_S
-    on_hang: OnHang = "auto"
-    machines: int = 1
-    note: Note = lambda *_: None
 
 
 class Interruption(Exception):  # noqa: N818  (not a mistake)
@@ -111,11 +95,7 @@ def open_here(name: str, ranks: int) -> AgentConnection:
 
 
 class Controller:
-    """Holds the agents of all hosts for as long as the run lasts; a context manager.
-
-    Args:
-        hosts: in the order of their ranks.
-    """
+    """Holds the agents of all hosts, in the order of their ranks, for as long as the run lasts; a context manager."""
 
     def __init__(self, hosts: Sequence[AgentConnection]) -> None:
         self.hosts = list(hosts)
@@ -137,11 +117,9 @@ class Controller:
 
     def prepare(self, jobs: Sequence[Job]) -> list[str]:
         """Lets every host import what its ranks need; returns what a person should know."""
-        for host, job in zip(self.hosts, jobs, strict=True):
-            host.send("prepare", job=asdict(job))
-        self._await("prepared")
-        notes = [host.answers.pop("prepared", {}).get("note") for host in self.hosts]
-        return list(dict.fromkeys(note for note in notes if note))
+        job_of = dict(zip(self.hosts, jobs, strict=True))
+        answers = self.ask("prepare", "prepared", lambda host: {"job": asdict(job_of[host])})
+        return list(dict.fromkeys(answer["note"] for answer in answers if answer["note"]))
 
     def ask(self, kind: str, answer: str, body: Callable[[AgentConnection], dict[str, Any]]) -> list[dict[str, Any]]:
         """Sends every host a message and returns their answers, in the order of the hosts."""
@@ -181,7 +159,6 @@ class Controller:
             self._is_between = False
 
     def replace(self, lost: AgentConnection, new: AgentConnection) -> None:
-        """Puts another host in the place of one that is gone."""
         self._former.append(lost)
         new.ranks = lost.ranks
         self.hosts[self.hosts.index(lost)] = new
@@ -207,28 +184,37 @@ class Controller:
 
     # --- an attempt ---------------------------------------------------------------------------------
 
-    def run(self, attempt: Attempt) -> RunResult:
-        start = 0
-        for host, job in zip(self.hosts, attempt.jobs, strict=True):
-            host.ranks = tuple(range(start, start + len(job.ranks)))
-            start += len(job.ranks)
-        self._console = attempt.console
-        supervisor = self._supervisor = Supervisor(self._loop, self.hosts, self._loop.stop, grace=attempt.grace)
+    def run(
+        self,
+        jobs: Sequence[Job],
+        console: Console,
+        *,
+        grace: float,
+        hang_after: float,
+        on_hang: OnHang,
+        machines: int,
+        note: Note,
+    ) -> RunResult:
+        """Runs one attempt: a job for each host; the other arguments are the supervisor's and the watchdog's."""
+        for host, job in zip(self.hosts, jobs, strict=True):
+            host.ranks = job.ranks
+        self._console = console
+        supervisor = self._supervisor = Supervisor(self._loop, self.hosts, self._loop.stop, grace=grace)
         self._watchdog = Watchdog(
             self._loop,
             lambda: [] if self._paused else supervisor.running(),  # who writes to a full pipe makes no progress
             supervisor.command,
-            attempt.console.tell,
+            console.tell,
             supervisor.on_hang,
-            attempt.note,
+            note,
             lambda text: self.hosts[0].send("pace", text=text),
-            least=attempt.hang_after,
-            on_hang=attempt.on_hang,
-            machines=attempt.machines,
-            logs=attempt.console.logs,
+            least=hang_after,
+            on_hang=on_hang,
+            machines=machines,
+            logs=console.logs,
         )
         with signals(self._loop, (*PASSED_ON, signal.SIGWINCH), self._on_signal):
-            for host, job in zip(self.hosts, attempt.jobs, strict=True):
+            for host, job in zip(self.hosts, jobs, strict=True):
                 host.last_message = time.monotonic()
                 host.send("start", job=asdict(job))
             self._loop.run()
@@ -353,7 +339,6 @@ class Controller:
         show(data) if data else self._loop.forget(descriptor)
 
     def forget_streams(self, streams: Sequence[int]) -> None:
-        """Reads these no more. Call it before they are closed."""
         for descriptor in streams:
             self._loop.forget(descriptor)
 

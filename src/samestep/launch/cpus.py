@@ -57,7 +57,6 @@ class Cores:
 
     @property
     def amount(self) -> float:
-        """The smallest limit, in cores; a quota may be a fraction."""
         return self._smallest[1]
 
     @property
@@ -81,12 +80,7 @@ class Cores:
 
 
 def read_cores(root: Path = MACHINE, read: Callable[[str], str | None] = variable) -> Cores:
-    """Returns what this process may use now.
-
-    Args:
-        root: where /proc, /sys and the control groups are.
-        read: returns an environment variable.
-    """
+    """Returns what this process may use now; /proc, /sys and the control groups are below `root`."""
     usable = tuple(sorted(os.sched_getaffinity(0)))
     return Cores(usable=usable, machine=_online(root, len(usable)), quota=cpu_quota(root), slurm=slurm_share(read))
 
@@ -99,7 +93,7 @@ def unbound_cores(root: Path = MACHINE, read: Callable[[str], str | None] = vari
 
 
 def _online(root: Path, otherwise: int) -> int:
-    listed = _text(root / "sys/devices/system/cpu/online")  # os.cpu_count() obeys PYTHON_CPU_COUNT from 3.13 on
+    listed = read_if_there(root / "sys/devices/system/cpu/online")  # os.cpu_count() obeys PYTHON_CPU_COUNT from 3.13 on
     return len(parse_cpu_list(listed)) if listed else otherwise
 
 
@@ -129,7 +123,7 @@ def cpu_quota(root: Path = MACHINE) -> float | None:
 def cpuset_size(root: Path = MACHINE) -> int | None:
     """Returns how many cpus this process's control group has; None where no group says so."""
     for version, directory in groups(root, "cpuset"):
-        listed = _text(directory / ("cpuset.cpus.effective" if version == 2 else "cpuset.effective_cpus"))
+        listed = read_if_there(directory / ("cpuset.cpus.effective" if version == 2 else "cpuset.effective_cpus"))
         if listed and listed.strip():
             return len(parse_cpu_list(listed))
     return None
@@ -137,9 +131,9 @@ def cpuset_size(root: Path = MACHINE) -> int | None:
 
 def _quota(directory: Path, version: int) -> float | None:
     if version == 2:
-        quota, _, period = (_text(directory / "cpu.max") or "max").strip().partition(" ")
+        quota, _, period = (read_if_there(directory / "cpu.max") or "max").strip().partition(" ")
     else:
-        quota, period = (_text(directory / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period"))
+        quota, period = (read_if_there(directory / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period"))
     with suppress(ValueError, ZeroDivisionError):  # "max", no such file
         return int(quota) / int(period or 100_000) if int(quota) > 0 else None
     return None
@@ -148,9 +142,9 @@ def _quota(directory: Path, version: int) -> float | None:
 def groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
     """Yields version and directory of this process's control groups, each followed by those above it."""
     try:
-        lines = [line.split(":", 2) for line in (_text(root / "proc/self/cgroup") or "").split("\n") if line]
+        lines = [line.split(":", 2) for line in (read_if_there(root / "proc/self/cgroup") or "").split("\n") if line]
         own = {2 if not names else 1: group for _, names, group in lines if not names or controller in names.split(",")}
-        mounts = parse_mounts(_text(root / "proc/self/mountinfo") or "", controller)
+        mounts = parse_mounts(read_if_there(root / "proc/self/mountinfo") or "", controller)
     except ValueError:  # in no form that is known here, so no limit is
         return
     for version, group in own.items():
@@ -196,7 +190,7 @@ def upwards(mount: Mount, group: str) -> list[str]:
     return [str(mount.point / above) for above in (inside, *inside.parents)]
 
 
-def _text(path: Path) -> str | None:
+def read_if_there(path: Path) -> str | None:
     """Returns a file's content; None where this machine has no such file, or hides it."""
     try:
         return path.read_bytes().decode("utf-8", "surrogateescape")  # others' mounts have names of any bytes
@@ -227,18 +221,10 @@ def _whole(text: str | None) -> int | None:
     return int(text) if text is not None and re.fullmatch(r"0*[1-9]\d*", text) else None
 
 
-def threads(cores: Cores, local_ranks: int, others: int = 0) -> int:
-    """Returns how many threads each rank gets, at least 1, so that no two want the same core if there are enough.
-
-    Args:
-        cores: what this launcher may use.
-        local_ranks: how many ranks it starts.
-        others: ranks that other launchers start on the same cores, as several tasks of mpiexec may. Slurm's share is
-            for one task alone.
-    """
+def threads(cores: Cores, local_ranks: int) -> int:
+    """Returns how many threads each rank gets, at least 1, so that no two want the same core if there are enough."""
     together = int(min(len(cores.usable), cores.quota or math.inf))
-    own = cores.slurm or together
-    return max(1, min(together // (local_ranks + others), own // local_ranks))
+    return max(1, min(together, cores.slurm or together) // local_ranks)
 
 
 # --- pinning --------------------------------------------------------------------------------------
@@ -252,11 +238,9 @@ class CpuLocation(NamedTuple):
     core: int
 
 
-def pin(
-    cores: Cores, local_ranks: int, local_rank: int, places: Mapping[int, CpuLocation] | None = None
-) -> tuple[int, ...]:
+def pin(cores: Cores, local_ranks: int, local_rank: int) -> tuple[int, ...]:
     """Returns the cpus that one rank is to be bound to; a quota or Slurm's word does not say which, so all are used."""
-    return assign_cpus(read_locations(cores.usable) if places is None else places, local_ranks)[local_rank]
+    return assign_cpus(read_locations(cores.usable), local_ranks)[local_rank]
 
 
 def read_locations(cpus: Iterable[int], root: Path = MACHINE) -> dict[int, CpuLocation]:
@@ -267,7 +251,7 @@ def read_locations(cpus: Iterable[int], root: Path = MACHINE) -> dict[int, CpuLo
 def _location(cpu: int, folder: Path) -> CpuLocation:
     node = min((int(path.name[4:]) for path in folder.glob("node[0-9]*")), default=0)
     package, core = (
-        int(_text(folder / "topology" / name) or -1) for name in ("physical_package_id", "core_id")
+        int(read_if_there(folder / "topology" / name) or -1) for name in ("physical_package_id", "core_id")
     )  # both are -1 where the firmware is silent
     return CpuLocation(node, package, core) if core >= 0 else CpuLocation(node, -1, cpu)
 
@@ -297,12 +281,7 @@ def assign_cpus(places: Mapping[int, CpuLocation], ranks: int) -> list[tuple[int
 def describe(cores: Cores, local_ranks: int, threads: int, pinned: bool = False, *, chosen: str | None = None) -> str:
     """Returns the line that says how cores are shared, for example "2 ranks on 2 cores, 1 thread each".
 
-    Args:
-        cores: what the ranks may use.
-        local_ranks: how many there are.
-        threads: how many each gets.
-        pinned: whether each is bound to its own cores.
-        chosen: OMP_NUM_THREADS where the user has set it himself: it wins over `threads`.
+    `chosen` is OMP_NUM_THREADS where the user has set it himself: it wins over `threads`.
     """
     each = plural(threads, "thread") + (" each" if local_ranks > 1 else "")
     if chosen is not None:
@@ -320,32 +299,20 @@ def describe(cores: Cores, local_ranks: int, threads: int, pinned: bool = False,
     return f"{ranks} on {where}, {each}{tail}"
 
 
-def share_one_core(affinities: Sequence[Collection[int]], machine_cores: int) -> bool:
-    """Tells whether several ranks of one host are bound to one and the same core though there are more."""
-    together = set().union(*affinities)
-    return len(affinities) > 1 and len(together) == 1 and machine_cores > 1
-
-
-def binding_warning(
-    affinities: Sequence[Collection[int]], machine: int, *, threads: int | None = None, launcher: str | None = None
-) -> str | None:
+def binding_warning(affinities: Sequence[Collection[int]], machine: int, launcher: str | None = None) -> str | None:
     """Returns one sentence where the launcher has bound ranks to too few cores, with what fixes it; else None.
 
     Open MPI binds each of up to two ranks to one core unless told otherwise: all threads of torch then share it.
 
-    Args:
-        affinities: the cpus of every rank of this host.
-        machine: how many cores the ranks could use here if nothing bound them: `unbound_cores()`.
-        threads: how many threads each rank means to use; by default as many as there are cores for each.
-        launcher: what started the ranks, as `RankVariables.source` names it; None where that is not known.
+    `machine` is how many cores the ranks could use here if nothing bound them: `unbound_cores()`.
     """
     ranks = len(affinities)
-    wanted = max(1, machine // max(1, ranks)) if threads is None else threads
+    wanted = max(1, machine // max(1, ranks))
     who = f"each of the {ranks} ranks of this host is" if ranks > 1 else "the only rank of this host is"
     bound = "a single core"
-    if share_one_core(affinities, machine):
+    if ranks > 1 and len(set().union(*affinities)) == 1 and machine > 1:
         who, bound = f"all {ranks} ranks of this host are", f"core {min(affinities[0])}"
-    elif min(wanted, machine) == 1 or not ranks or any(len(cpus) > 1 for cpus in affinities):
+    elif wanted == 1 or not ranks or any(len(cpus) > 1 for cpus in affinities):
         return None
     meant = f" and {wanted} threads are meant for each" if wanted > 1 else ""
     fix = _FIXES.get(launcher or "", f"{_MPI}; with {_SLURM}").format(wanted=wanted)

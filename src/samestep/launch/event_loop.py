@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # what a person or a scheduler sends
 
@@ -95,10 +94,7 @@ class Loop:
 def signals(loop: Loop, numbers: Sequence[int], then: Callable[[int], None]) -> Iterator[None]:
     """Makes signals events of a loop; for the main thread. A handler proper may interrupt a half-sent message.
 
-    Args:
-        loop: calls back.
-        numbers: which; those that are ignored stay so (`nohup samestep run …`).
-        then: called with each, in the order of their coming.
+    Those that are ignored stay so (`nohup samestep run …`).
     """
     reader, writer = socket.socketpair()
     reader.setblocking(False)
@@ -110,8 +106,8 @@ def signals(loop: Loop, numbers: Sequence[int], then: Callable[[int], None]) -> 
             if number in caught:
                 then(number)
 
-    wakeup = signal.set_wakeup_fd(writer.fileno())
-    handlers = {number: signal.signal(number, _nothing) for number in caught}
+    wakeup = signal.set_wakeup_fd(writer.fileno())  # which is written for signals that have a handler
+    handlers = {number: signal.signal(number, lambda *_: None) for number in caught}
     loop.watch(reader.fileno(), read)
     try:
         yield
@@ -122,7 +118,3 @@ def signals(loop: Loop, numbers: Sequence[int], then: Callable[[int], None]) -> 
         loop.forget(reader.fileno())
         reader.close()
         writer.close()
-
-
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """A handler must exist for the wakeup descriptor to be written."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 CHUNK = 1 << 18  # bytes read at a time
-_HEAD = struct.Struct("!II")
+HEAD = struct.Struct("!II")
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,11 @@ class Message:
     kind: str
     body: dict[str, Any]
     payload: bytes = b""
+
+
+def frame(message: dict[str, Any], payload: bytes = b"") -> bytes:
+    text = json.dumps(message).encode()
+    return HEAD.pack(len(text), len(payload)) + text + payload
 
 
 class Link:
@@ -42,16 +47,15 @@ class Link:
 
     @property
     def pending(self) -> int:
-        """Bytes that the socket has not taken yet."""
         return len(self._outgoing)
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
         """Sends one message, now or when :meth:`flush` can."""
-        self._outgoing += self._wrap(json.dumps(message).encode(), payload)
+        self._outgoing += self._wrap(frame(message, payload))
         self.flush()
 
-    def _wrap(self, text: bytes, payload: bytes) -> bytes:
-        return _HEAD.pack(len(text), len(payload)) + text + payload
+    def _wrap(self, frame: bytes) -> bytes:
+        return frame
 
     def flush(self) -> None:
         try:
@@ -80,12 +84,12 @@ class Link:
 
     def _unwrap(self) -> list[Message]:
         messages = []
-        while len(self._incoming) >= _HEAD.size:
-            text, payload = _HEAD.unpack_from(self._incoming)
-            end = _HEAD.size + text + payload
+        while len(self._incoming) >= HEAD.size:
+            text, payload = HEAD.unpack_from(self._incoming)
+            end = HEAD.size + text + payload
             if len(self._incoming) < end:
                 break
-            body = json.loads(self._incoming[_HEAD.size : _HEAD.size + text])
+            body = json.loads(self._incoming[HEAD.size : HEAD.size + text])
             messages.append(Message(body.pop("kind"), body, bytes(self._incoming[end - payload : end])))
             del self._incoming[:end]
         return messages

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import pty
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -18,7 +22,7 @@ from typing import IO, Any, Protocol
 from samestep import progress
 from samestep.launch.cpus import pin, read_cores
 from samestep.launch.event_loop import Loop
-from samestep.launch.output.pty import copy_size, open_terminal
+from samestep.launch.link import Link
 from samestep.launch.process import (
     Process,
     children,
@@ -32,14 +36,14 @@ from samestep.launch.process import (
     start,
 )
 from samestep.launch.rank.bootstrap import RankTask
-from samestep.launch.rank.control import RankPipe
+from samestep.launch.rank.control import RankProcess
 from samestep.launch.rank.failure import death
 from samestep.launch.rank.user_code import STACKS_SIGNAL, UNKNOWN
-from samestep.launch.rank_process import RankProcess
 from samestep.launch.resources import out_of_memory_kills
 from samestep.launch.start.fork import fork, fork_blocker, preimport, read_source
 from samestep.rankenv import child_environment, set_variables, variable
 
+OUTPUT_FLAGS = 1  # index into what tcgetattr(3) returns
 CHUNK = 1 << 16  # bytes read at a time
 LAST_READS = 4  # of a rank that has ended: more than a pipe holds; whoever writes on is not the rank
 
@@ -71,23 +75,19 @@ class Send(Protocol):
     def __call__(self, kind: str, payload: bytes = b"", **body: Any) -> None: ...
 
 
-@dataclass
-class _LocalRank:
-    rank: int
-    process: Process
-    watched: RankProcess
-    stacks: IO[bytes]
-    outputs: dict[int, str] = field(default_factory=dict)  # descriptor: "out" or "err"
-    ended: bool = False
+class _LocalRank(RankProcess):
+    def __init__(
+        self, rank: int, process: Process, pipe: Link, stacks: IO[bytes], record: int, outputs: dict[int, str]
+    ) -> None:
+        super().__init__(rank, process.pid, pipe, stacks.fileno(), record)
+        self.process = process
+        self.stacks_file = stacks  # which is closed with it
+        self.outputs = outputs  # descriptor: "out" or "err"
+        self.ended = False
 
 
 class LocalRanks:
-    """The ranks of one host.
-
-    Args:
-        loop: calls it.
-        send: where messages go.
-    """
+    """The ranks of one host; `send` passes their messages on."""
 
     def __init__(self, loop: Loop, send: Send) -> None:
         self._loop = loop
@@ -149,8 +149,7 @@ class LocalRanks:
         if job.pinned:
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(process.pid, pin(read_cores(), len(job.ranks), local_rank))
-        watched = RankProcess(rank, process.pid, RankPipe(ours), stacks.fileno(), record)
-        self._watch(_LocalRank(rank, process, watched, stacks, outputs))
+        self._watch(_LocalRank(rank, process, Link(ours), stacks, record, outputs))
 
     def _begin(
         self, task: RankTask, environment: dict[str, str], sinks: dict[str, int], channel: list[int], *, reads: bool
@@ -165,11 +164,10 @@ class LocalRanks:
         return process
 
     def _open_streams(self, job: Job, rank: int) -> tuple[dict[int, str], dict[str, int]]:
-        """Returns the ends that are read here, and those that the rank writes to."""
         outputs, sinks = {}, {}
         for stream, real in (("out", 1), ("err", 2)):
             drawn = rank == 0 and stream in job.drawn
-            source, sink = open_terminal(real) if drawn else os.pipe()
+            source, sink = _open_terminal(real) if drawn else os.pipe()
             if drawn:
                 self._terminals.append((real, source))
             outputs[source], sinks[stream] = stream, sink
@@ -179,7 +177,7 @@ class LocalRanks:
         self._ranks[one.rank] = one
         handle = os.pidfd_open(one.process.pid)
         self._loop.watch(handle, lambda: self._on_end(one, handle))
-        self._loop.watch(one.watched.pipe.fileno(), lambda: self._receive(one))
+        self._loop.watch(one.pipe.fileno(), lambda: self._receive(one))
         for descriptor in one.outputs:
             os.set_blocking(descriptor, False)
         self._watch_outputs(one)
@@ -224,11 +222,10 @@ class LocalRanks:
         self._terminals = [(real, master) for real, master in self._terminals if master != descriptor]
         os.close(descriptor)
 
-    def _receive(self, one: _LocalRank) -> bool:
-        more = one.watched.receive(lambda kind, body: self._send(kind, rank=one.rank, **body))
-        if one.watched.pipe.ended:
-            self._loop.forget(one.watched.pipe.fileno())
-        return more
+    def _receive(self, one: _LocalRank) -> None:
+        one.receive(lambda kind, body: self._send(kind, rank=one.rank, **body))
+        if one.pipe.closed:
+            self._loop.forget(one.pipe.fileno())
 
     def _on_end(self, one: _LocalRank, handle: int) -> None:
         self._loop.forget(handle)
@@ -236,13 +233,12 @@ class LocalRanks:
         code = exit_status(one.process)
         assert code is not None
         one.ended = True
-        while self._receive(one):
-            pass
+        self._receive(one)
         self._forward_rest(one)
         show = partial(self._send, "output", rank=one.rank, stream="err")
-        place = one.watched.place_of_death(show) if code < 0 else UNKNOWN
+        place = one.place_of_death(show) if code < 0 else UNKNOWN
         died = death(one.rank, one.process.pid, code, place, of_memory=self._was_killed_for_memory(code))
-        self._send("ended", **one.watched.end_message(code, asdict(died)))
+        self._send("ended", **one.end_message(code, asdict(died)))
 
     def _was_killed_for_memory(self, code: int) -> bool:
         return code == -signal.SIGKILL and out_of_memory_kills() > self._killed
@@ -255,57 +251,52 @@ class LocalRanks:
         `stop`, `preempt` and `flight` go over the control pipe, `signal` to the ranks alone, `terminate` and `kill` to
         all that they have started too; `dump_stacks` makes them write their stacks, `position` sends these.
 
-        Args:
-            what: the command.
-            ranks: of any host.
-            number: of the signal; with `stop` the exit code, 0 for that of one ended by SIGTERM.
+        `number` is of the signal; with `stop` it is the exit code, 0 for that of one ended by SIGTERM.
         """
         for one in [self._ranks[rank] for rank in ranks if rank in self._ranks]:
             if what in {"stop", "preempt", "flight"}:
-                one.watched.pipe.send(what, number=number)
+                one.pipe.send({"kind": what, "number": number})
             elif what == "signal":
                 signal_alone(one.process, number)
             elif what == "dump_stacks":
                 signal_alone(one.process, STACKS_SIGNAL)
             elif what == "position":
-                stacks, body = one.watched.position()
+                stacks, body = one.position()
                 self._send("position", stacks, **body)
             else:
                 signal_group(one.process, signal.SIGTERM if what == "terminate" else signal.SIGKILL)
 
     def show_pace(self, text: str) -> None:
         if 0 in self._ranks:
-            self._ranks[0].watched.pipe.send("pace", text=text)
+            self._ranks[0].pipe.send({"kind": "pace", "text": text})
 
     def records(self) -> dict[int, tuple[int, progress.Progress]]:
-        """Returns process and progress record of every rank that has not ended."""
         alive = [one for one in self._ranks.values() if not one.ended]
-        return {one.rank: (one.process.pid, one.watched.progress()) for one in alive}
+        return {one.rank: (one.process.pid, one.progress()) for one in alive}
 
     def resize(self) -> None:
         for real, master in self._terminals:
-            copy_size(real, master)
+            _copy_size(real, master)
 
     # --- cleanup ------------------------------------------------------------------------------------
 
-    def cleanup(self) -> list[str]:
-        """Ends whatever the ranks, all of which must have ended, have left; returns the names of what had left them."""
+    def cleanup(self) -> None:
+        """Ends whatever the ranks, all of which must have ended, have left."""
         for one in self._ranks.values():
             signal_group(one.process, signal.SIGKILL)
             one.process.wait()
-        left = kill_orphans()
+        kill_orphans()
         for one in self._ranks.values():
             self._forward_rest(one)  # the writers of what is still in the pipes are gone
         for one in self._ranks.values():
             for descriptor in list(one.outputs):
                 self._close_output(one, descriptor)
-            self._loop.forget(one.watched.pipe.fileno())
-            one.watched.pipe.close()
-            one.stacks.close()
-            os.close(one.watched.record)
+            self._loop.forget(one.pipe.fileno())
+            one.pipe.close()
+            one.stacks_file.close()
+            os.close(one.record)
         self._ranks.clear()
         self._terminals.clear()
-        return left
 
     def reap_strays(self) -> None:
         """Reaps what ranks had started and left, and what has ended since: it has come to this process."""
@@ -318,3 +309,24 @@ class LocalRanks:
         for one in self._ranks.values():
             reap(one.process)
         kill_orphans()
+
+
+# --- the terminal of rank 0 -----------------------------------------------------------------------
+
+
+def _open_terminal(like: int) -> tuple[int, int]:
+    """Returns (master, slave) of a new pseudo-terminal as large as `like`, which passes bytes unchanged.
+
+    A program asks `isatty()` before it draws a progress display; behind a pipe it would not.
+    """
+    master, slave = pty.openpty()
+    attributes = termios.tcgetattr(slave)
+    attributes[OUTPUT_FLAGS] &= ~termios.OPOST  # the real terminal turns \n into \r\n; twice would show in the logs
+    termios.tcsetattr(slave, termios.TCSANOW, attributes)
+    _copy_size(like, master)
+    return master, slave
+
+
+def _copy_size(like: int, master: int) -> None:
+    size = fcntl.ioctl(like, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+    fcntl.ioctl(master, termios.TIOCSWINSZ, size)

@@ -30,13 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def apply(options: str) -> None:
-    """Gives this process a private view, and writes to the store why it could not.
-
-    Call it while the process has one thread.
-
-    Args:
-        options: JSON, as in `SAMESTEP_OVERLAY`.
-    """
+    """Gives this process, which must have one thread, a private view, and writes to the store why it could not."""
     given = json.loads(options)
     store = Path(given["store"])
     store.mkdir(parents=True, exist_ok=True)
@@ -61,9 +55,7 @@ def mount_overlays(folders: Sequence[Path], store: Path) -> None:
     File systems that are mounted below a folder are not part of its overlay: they are mounted again, and writes there
     are real.
 
-    Args:
-        folders: absolute; one below another belongs to that one's overlay.
-        store: for what is written; outside of the folders.
+    `store` is for what is written, outside of the folders; one below another belongs to that one's overlay.
 
     Raises:
         OSError: the kernel does not let this process do it, or `store` lies in a folder; no folder is private then
@@ -117,7 +109,6 @@ def _kept_mounts(folder: Path) -> Iterator[None]:
 
 
 def _mounted_below(folder: Path) -> list[Path]:
-    """Returns the topmost mount points below a folder."""
     lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     points = {Path(unescape(line.split()[4])) for line in lines}
     return _outermost([point for point in points if point != folder and point.is_relative_to(folder)])

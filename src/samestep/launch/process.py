@@ -47,10 +47,8 @@ class Process(Protocol):
 class ForkedProcess:
     """A process made by os.fork; forget it only after :meth:`wait`.
 
-    Args:
-        pid: its number.
-        look: where it is the child of a fork server, returns the exit code that this knows; waits for it and reaps it
-            where its argument is true.
+    Where it is the child of a fork server, `look` returns the exit code that this knows, after waiting for it and
+    reaping it where its argument is true.
     """
 
     def __init__(self, pid: int, look: Callable[[bool], int | None] | None = None) -> None:
@@ -88,15 +86,9 @@ def start(
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> Process:
-    """Starts a program in a session of its own. Call it from a thread that lives as long as the program shall.
+    """Starts a program in a session of its own; streams are as in :class:`subprocess.Popen`, `keep` is inherited.
 
-    Args:
-        command: the program and its arguments.
-        environment: all its variables.
-        keep: file descriptors that it inherits under the same numbers.
-        stdin: as in :class:`subprocess.Popen`; nothing by default.
-        stdout: where its standard output goes; this process's own by default.
-        stderr: the same for standard error.
+    Call it from a thread that lives as long as the program shall.
     """
     return subprocess.Popen(
         command,
@@ -173,7 +165,6 @@ def restore_file_limit(process: int = 0) -> None:
 
 
 def set_exit_code(code: int, *, for_certain: bool = False) -> None:
-    """Notes the exit code that this process is about to end with, for what is called at its end."""
     _exit_code[:] = [(code, for_certain)]
 
 
@@ -228,7 +219,6 @@ def threads(pid: int) -> list[Path]:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the processes whose parent is `pid`, zombies too."""
     found: list[int] = []
     for thread in threads(pid):
         with contextlib.suppress(OSError):
@@ -236,36 +226,21 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def kill_orphans(own: Iterable[int] = ()) -> list[str]:
-    """Kills every child that this process has adopted, and theirs in turn; returns their names.
-
-    One that has become another user's may be out of reach: it is left out, and its name says so.
-
-    Args:
-        own: children that this process started itself and looks after.
-    """
-    spared, ended = set(own), []
-    while orphans := [pid for pid in children(os.getpid()) if pid not in spared]:
+def kill_orphans() -> None:
+    """Kills every child that this process has adopted, and theirs in turn; one that is another user's may go on."""
+    spared: set[int] = set()
+    while orphans := set(children(os.getpid())) - spared:
         for pid in orphans:
             if stat_of(pid)[0] != "Z":
-                ended.append(_name(pid))
                 try:
                     os.kill(pid, signal.SIGKILL)  # its own children come to us, and are next
                 except ProcessLookupError:
                     pass
                 except PermissionError:
-                    ended[-1] += ", which is another user's and goes on"
                     spared.add(pid)
                     continue
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-    return ended
-
-
-def _name(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip() + f" ({pid})"
-    return str(pid)
 
 
 def stat_fields(pid: int | str) -> list[str]:
@@ -290,8 +265,7 @@ def stat_of(pid: int | str) -> tuple[str, float]:
 def signal_group(process: Process, number: int) -> bool:
     """Sends a signal to a rank and everything it started, unless it was reaped: its number may be another's by now.
 
-    Returns:
-        Whether this user may do so: a rank can become another user's.
+    Returns whether this user may do so: a rank can become another user's.
     """
     if process.returncode is None:
         try:

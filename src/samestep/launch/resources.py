@@ -14,7 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from samestep.errors import UsageError
-from samestep.launch.cpus import MACHINE, groups
+from samestep.launch.cpus import MACHINE, groups, read_if_there
 from samestep.rankenv import variable
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -78,19 +78,12 @@ def _own_kills(root: Path) -> int | None:
 
 
 def _count(file: Path, name: str = "oom_kill") -> int | None:
-    try:
-        words = [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return None
+    words = [line.split() for line in (read_if_there(file) or "").splitlines()]
     return next((int(pair[1]) for pair in words if pair[0] == name), None)
 
 
 def check_room(ranks: int, root: Path = MACHINE) -> None:
-    """Refuses more ranks than this host could hold, whatever they do: it would stop responding, and then kill.
-
-    Raises:
-        UsageError: there are too many.
-    """
+    """Refuses more ranks than this host could hold, whatever they do: it would stop responding, and then kill."""
     left, _ = read_memory(root)
     if ranks * BYTES_OF_A_RANK > left:
         needed, free = (f"{size / 1e9:.1f} GB" for size in (ranks * BYTES_OF_A_RANK, left))
@@ -127,10 +120,7 @@ def _cached(folder: Path, version: int) -> int:
 
 
 def _number(file: Path) -> int | None:
-    try:
-        text = file.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
+    text = (read_if_there(file) or "").strip()
     return int(text) if text.isdecimal() else None
 
 
@@ -154,10 +144,7 @@ def _ticks(root: Path) -> dict[int, tuple[int, int]]:
 
     Columns: user, nice, system, idle, iowait, irq, softirq, steal.
     """
-    try:
-        lines = (root / "proc/stat").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
+    lines = (read_if_there(root / "proc/stat") or "").splitlines()
     rows = (line.split() for line in lines if re.match(r"cpu\d", line))
     counts = {int(name[3:]): list(map(int, columns[:8])) for name, *columns in rows}
     return {core: (sum(columns), columns[3] + columns[4]) for core, columns in counts.items()}

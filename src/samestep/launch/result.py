@@ -29,41 +29,22 @@ PREEMPTED = 75  # EX_TEMPFAIL: start the same command again
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What became of a run of `size` ranks.
+    """What became of a run of `size` ranks."""
 
-    Attributes:
-        exit_code: of the launcher.
-        size: how many ranks there were.
-        root_cause: the failure that explains the others.
-        same_failure: the ranks that failed in the very same way.
-        lost_peer_ranks: those that lost their connection to the culprit.
-        no_error_ranks: those that neither failed nor ended before the launcher stopped them.
-        interrupted: the signal that ended the run from outside.
-        saved: the step and path of the checkpoint that it was preempted with.
-        save_timed_out: the seconds in which it did not manage to save.
-        positions: where ranks were when they were stopped.
-        step: how many steps the furthest had finished.
-        steps_of_cause: how many the rank of the root cause had.
-        never_communicated: each rank has trained without ever meeting another.
-        lost_hosts: their names.
-        failures: all that were reported.
-    """
-
-    exit_code: int
+    exit_code: int  # of the launcher
     size: int
-    root_cause: FailureRecord | None = None
-    same_failure: tuple[int, ...] = ()
-    lost_peer_ranks: tuple[int, ...] = ()
-    no_error_ranks: tuple[int, ...] = ()
-    interrupted: int | None = None
-    saved: tuple[int, str] | None = None
-    save_timed_out: float | None = None
-    positions: Mapping[int, str] = field(default_factory=dict)
-    step: int = 0
-    steps_of_cause: int = 0
-    never_communicated: bool = False
-    lost_hosts: tuple[str, ...] = ()
-    failures: tuple[FailureRecord, ...] = ()
+    root_cause: FailureRecord | None = None  # the failure that explains the others
+    same_failure: tuple[int, ...] = ()  # the ranks that failed in the very same way
+    lost_peer_ranks: tuple[int, ...] = ()  # those that lost their connection to the culprit
+    no_error_ranks: tuple[int, ...] = ()  # those that neither failed nor ended before the launcher stopped them
+    interrupted: int | None = None  # the signal that ended the run from outside
+    saved: tuple[int, str] | None = None  # the step and path of the checkpoint that it was preempted with
+    save_timed_out: float | None = None  # the seconds in which it did not manage to save
+    positions: Mapping[int, str] = field(default_factory=dict)  # where ranks were when they were stopped
+    step: int = 0  # how many the furthest rank had finished
+    steps_of_cause: int = 0  # how many the rank of the root cause had
+    never_communicated: bool = False  # each rank has trained without ever meeting another
+    failures: tuple[FailureRecord, ...] = ()  # all that were reported
 
 
 def decide(
@@ -71,11 +52,8 @@ def decide(
 ) -> RunResult:
     """Returns the result.
 
-    Args:
-        codes: every rank's exit code, negative for a signal.
-        failures: of the ranks that failed by themselves.
-        finished: process by rank, of those that had exited with code 0 before the first failure, in order.
-        interrupted: the signal that the launcher received, if it did.
+    `codes` are negative for a signal; `failures` are of ranks that failed by themselves; `finished` gives the process
+    by rank, of those that had exited with code 0 before the first failure, in order.
     """
     size = len(codes)
     if not failures and PREEMPTED in codes.values() and set(codes.values()) <= {0, PREEMPTED}:
@@ -107,13 +85,7 @@ def _same(one: FailureRecord, other: FailureRecord) -> bool:
 
 
 def find_root_cause(failures: list[FailureRecord], finished: Mapping[int, int], size: int) -> FailureRecord | None:
-    """Returns the failure that explains the others, or None where nobody failed.
-
-    Args:
-        failures: one for each rank that failed by itself (not those that the launcher stopped).
-        finished: process by rank, of those that had ended well when the first failed, in the order of their ends.
-        size: how many ranks there are.
-    """
+    """Returns the failure that explains the others, or None where nobody failed; arguments as in :func:`decide`."""
     if not failures:
         return None
     own = [failure for failure in failures if not failure.lost_peer]

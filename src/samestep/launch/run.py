@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -20,14 +21,13 @@ from samestep._version import __version__
 from samestep.events import EventFile
 from samestep.fake_gpus import VARIABLE
 from samestep.files import make_private, open_private, write_private
-from samestep.launch.controller import Attempt, Controller, Interruption
+from samestep.launch.controller import Controller, Interruption
 from samestep.launch.hosts.join import Replacement, ReplacementResult
 from samestep.launch.hosts.preflight import HostRanks
 from samestep.launch.local_ranks import Job
 from samestep.launch.monitor.hang import HANG_AFTER_S
 from samestep.launch.monitor.watchdog import Note, OnHang
 from samestep.launch.output.console import Console, say
-from samestep.launch.output.pty import is_terminal
 from samestep.launch.rank.bootstrap import RankTask
 from samestep.launch.rank.environment import RankLayout, RankPlace, rank_places, rank_variables, threads_per_rank
 from samestep.launch.result import RunResult, explain_gloo_abort, summary_lines
@@ -102,7 +102,6 @@ class RunSpec:
         return RankTask(program=(self.program, *extra, *self.arguments), is_module=self.is_module).command()
 
     def variables(self, rank: int, layout: RankLayout | None = None) -> dict[str, str]:
-        """Returns the variables that one rank gets beside its host's own."""
         layout, part = layout or self.layout(), self.owners[rank]
         theirs = rank_variables(layout, rank, self._places[rank], threads=part.threads, interface=part.interface)
         own = (TIMELINE,) if self.events else ()
@@ -122,7 +121,7 @@ class RunSpec:
         jobs, first = [], 0
         for part in self.parts:
             here = first == 0 and part.interface == "lo"
-            drawn = [stream for stream, number in (("out", 1), ("err", 2)) if here and is_terminal(number)]
+            drawn = [stream for stream, number in (("out", 1), ("err", 2)) if here and os.isatty(number)]
             ranks = tuple(range(first, first + part.ranks))
             first += part.ranks
             job = Job(
@@ -152,10 +151,8 @@ def local_ranks(ranks: int) -> HostRanks:
 def launch(spec: RunSpec, controller: Controller, replacement: Replacement | None = None) -> RunResult:
     """Starts the ranks, waits for them and returns what became of them. Call it from the main thread.
 
-    Args:
-        spec: what is to be started.
-        controller: holds the agents of the spec's parts, in their order.
-        replacement: brings back hosts that are lost, where the spec says to wait for them.
+    The controller holds the agents of the spec's parts, in their order; `replacement` brings back hosts that are lost,
+    where the spec says to wait for them.
 
     Raises:
         OSError: the run directory cannot be written, or no process can be started.
@@ -255,16 +252,15 @@ def _attempt(controller: Controller, spec: RunSpec, number: int) -> RunResult:
     logs = spec.logs(number)
     console = Console(logs, jobs[0].drawn)
     try:
-        attempt = Attempt(
-            jobs=jobs,
-            console=console,
+        result = controller.run(
+            jobs,
+            console,
             grace=spec.grace,
             hang_after=spec.hang_after,
             on_hang=spec.on_hang,
             machines=len({part.machine for part in spec.parts}),
             note=_note_writer(spec, number),
         )
-        result = controller.run(attempt)
     finally:
         console.close()
     with contextlib.suppress(OSError):  # the disk is full, or the script has cleared the folder away

@@ -35,8 +35,6 @@ GENTLE = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler's: save first
 
 
 class HostHandle(Protocol):
-    """The ranks of one host, as the supervisor sees them."""
-
     host: str
     ranks: tuple[int, ...]
 
@@ -45,13 +43,9 @@ class HostHandle(Protocol):
 
 
 class Supervisor:
-    """Watches one attempt of a run until all its ranks have ended.
+    """Watches one attempt of a run until all its ranks have ended; then calls `done`, once.
 
-    Args:
-        loop: calls it.
-        hosts: who hold the ranks.
-        done: called once, when no rank is left.
-        grace: seconds that ranks may take to save after a preemption by SIGTERM.
+    Ranks may take `grace` seconds to save after a preemption by SIGTERM.
     """
 
     def __init__(
@@ -73,7 +67,6 @@ class Supervisor:
         self._saving = False  # ranks were asked to save, and none has said that it cannot
         self._save_timed_out = False  # they were still saving when the time was up
         self._stopping = False  # the launcher itself has begun to end ranks
-        self._lost_hosts: list[str] = []
         self._hung: int | None = None  # the rank that holds up a run which is stopped for it
         self._alarm: Alarm | None = None
 
@@ -100,7 +93,6 @@ class Supervisor:
             host.command("signal", [body["rank"]], number)
 
     def on_lost_host(self, host: HostHandle, reason: str) -> None:
-        self._lost_hosts.append(host.host)
         gone = [rank for rank in host.ranks if rank not in self._codes]
         for rank in gone:
             self._codes[rank] = -signal.SIGKILL
@@ -143,7 +135,6 @@ class Supervisor:
             step=max(self._steps.values(), default=0),
             steps_of_cause=0 if found.root_cause is None else self._steps.get(found.root_cause.rank, 0),
             never_communicated=trained and not any(self._collectives.values()),
-            lost_hosts=tuple(self._lost_hosts),
             failures=tuple(self._failures.values()),
         )
 

@@ -47,11 +47,7 @@ class LaunchRequest:
 
 
 def dump_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """Pickles a call.
-
-    Raises:
-        UsageError: `fn` or an argument cannot be pickled.
-    """
+    """Pickles a call, or raises UsageError where `fn` or an argument cannot be."""
     try:
         return dump((importable(fn), tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

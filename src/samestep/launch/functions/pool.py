@@ -231,7 +231,6 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 def _receive(one: _PoolRank) -> tuple[str, Any]:
-    """Returns a rank's answer, or the failure that its death amounts to."""
     with contextlib.suppress(EOFError, ConnectionResetError):
         if one.connection.poll():
             answer: tuple[str, Any] = pickle.loads(one.connection.recv_bytes())  # noqa: S301  (our own child)

@@ -6,7 +6,6 @@ ended. Tasks of srun and mpiexec share one output, in which the controller has s
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import threading
@@ -26,8 +25,6 @@ CUT_OFF = 1  # exit code
 
 
 class ForegroundAgent(Agent):
-    """Serves the controller until it hangs up, or says that the run is over."""
-
     def __init__(self, link: AuthenticatedLink, info: JoinInfo) -> None:
         super().__init__(link, info)
         self._begun = False
@@ -77,7 +74,7 @@ def _connect(node: NodeSpec, ranks: int) -> tuple[AuthenticatedLink, JoinInfo]:
     if node.file is not None:
         found = wait_for(node.file, node.join_timeout)
         addresses, port, token = tuple(found["addresses"]), found["port"], found["token"]
-    about = {"host": socket.gethostname(), "index": node.index, "pid": os.getpid(), **node.command}
+    about = {"host": socket.gethostname(), "index": node.index, **node.command}
     link = connect(addresses, port, token, about, seconds=node.join_timeout)
     return link, JoinInfo(addresses=addresses, port=port, token="", index=node.index, ranks=ranks)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import socket
 from dataclasses import dataclass
@@ -19,45 +18,22 @@ from samestep.machine import machine
 
 @dataclass(frozen=True, kw_only=True)
 class HostInfo:
-    """One host; it travels as JSON.
+    """One host; it travels as JSON."""
 
-    Attributes:
-        name: what the controller calls it.
-        host: what it calls itself.
-        pid: of its agent.
-        index: its place among the hosts, where it knows that itself.
-        addresses: its own, the loopback last.
-        python: version.
-        torch: version; None where it is not installed.
-        samestep: version.
-        gpus: how many its ranks would see.
-        cpus: of the agent's affinity.
-        cores: how many of them its ranks may keep busy.
-        unbound: how many there would be if nothing bound the agent.
-        digest: of the script's content; None where it is not there.
-        directory: where the agent works.
-        ranks: how many it brings, where it knows that itself.
-        interfaces: names and addresses.
-        machine: names its kernel.
-    """
-
-    name: str
-    host: str
-    pid: int
-    index: int | None
-    addresses: tuple[str, ...]
+    name: str  # what the controller calls it
+    host: str  # what it calls itself
     python: str
-    torch: str | None
+    torch: str | None  # version; None where it is not installed
     samestep: str
-    gpus: int
-    cpus: tuple[int, ...]
-    cores: int
-    unbound: int
-    digest: str | None
-    directory: str
-    ranks: int | None = None
-    interfaces: tuple[tuple[str, str], ...] = ()
-    machine: str = ""
+    gpus: int  # how many its ranks would see
+    cpus: tuple[int, ...]  # of the agent's affinity
+    cores: int  # how many of them its ranks may keep busy
+    unbound: int  # how many there would be if nothing bound the agent
+    digest: str | None  # of the script's content; None where it is not there
+    directory: str  # where the agent works
+    ranks: int | None = None  # how many it brings, where it knows that itself
+    interfaces: tuple[tuple[str, str], ...] = ()  # names and addresses
+    machine: str = ""  # names its kernel
 
     @property
     def place(self) -> tuple[str, str]:
@@ -68,28 +44,14 @@ class HostInfo:
         return next((address for name, address in self.interfaces if name == interface), None)
 
 
-def inspect_host(
-    program: str, *, is_module: bool, name: str | None = None, index: int | None = None, ranks: int | None = None
-) -> HostInfo:
-    """Returns what this host is and has.
-
-    Args:
-        program: the script or module that is to run here.
-        is_module: which of both it is.
-        name: what the controller calls this host; its own name by default.
-        index: its place among the hosts, where that is known.
-        ranks: how many it brings, where that was said there.
-    """
+def inspect_host(program: str, *, is_module: bool, name: str | None = None, ranks: int | None = None) -> HostInfo:
+    """Returns what this host is and has; `name` is what the controller calls it, by default its own name."""
     cores = read_cores()
-    found = addresses()
     return HostInfo(
         name=name or socket.gethostname(),
         host=socket.gethostname(),
-        pid=os.getpid(),
-        index=index,
         ranks=ranks,
-        addresses=tuple(interface.address for interface in found),
-        interfaces=tuple((interface.name, interface.address) for interface in found),
+        interfaces=tuple((interface.name, interface.address) for interface in addresses()),
         python=platform.python_version(),
         torch=_version("torch"),
         samestep=__version__,

@@ -52,9 +52,6 @@ def parse_hosts(text: str) -> list[HostSlots]:
     ['a', 'b8', 'b9', 'b10', 'c01x', 'c02x']
     >>> parse_hosts("user@d:4")
     [HostSlots(name='user@d', slots=4)]
-
-    Raises:
-        UsageError: the list is malformed, too long or names a host twice; says where.
     """
     if not text.strip():
         raise UsageError("the host list is empty; name at least one host")
@@ -72,13 +69,6 @@ def parse_hostfile(text: str, name: str) -> list[HostSlots]:
 
     >>> parse_hostfile("node[1-2] slots=4\nnode3:2  # the small one\n", "hosts")[1:]
     [HostSlots(name='node2', slots=4), HostSlots(name='node3', slots=2)]
-
-    Args:
-        text: what the file holds.
-        name: what errors call it.
-
-    Raises:
-        UsageError: a line is malformed or names a host again; says which.
     """
     hosts: dict[str, HostSlots] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -173,7 +163,6 @@ def _check_brackets(name: str) -> None:
 
 
 def _range(part: str) -> tuple[range, int]:
-    """Returns the numbers of a part of a bracket group, and how many digits each has at least."""
     match = _PART.fullmatch(part.strip())
     if match is None:
         raise ValueError(f"{_short(part)!r} is no number and no range; write 7 or 3-9")

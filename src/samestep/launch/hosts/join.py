@@ -11,13 +11,13 @@ left when one is lost (`--lost-host wait`) keep their agents, with all that thes
 
 from __future__ import annotations
 
+import functools
 import shlex
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from samestep.errors import RendezvousError, SamestepError, UsageError
 from samestep.launch.controller import (
@@ -53,28 +53,24 @@ Say = Callable[[str], None]
 # --- the first attempt ----------------------------------------------------------------------------
 
 
+@dataclass
 class AgentJoin:
     """Agents on their way to this controller.
 
-    Args:
-        expected: what to call those that are still missing.
-        listener: where they connect.
-        say: tells a person one line.
-        where: how that goes on which says who is waited for.
-        node: this process's own, where somebody else starts the agents; None where a transport does.
+    `expected` is what to call those that are still missing, `where` how that sentence goes on which says who is waited
+    for, `node` this process's own, where somebody else starts the agents; None where a transport does.
     """
 
-    def __init__(
-        self, expected: Sequence[str], listener: Listener, say: Say, where: str = "", node: NodeSpec | None = None
-    ) -> None:
-        self._expected = list(expected)
-        self._listener = listener
-        self._say = say
-        self._where = where
-        self._node = node
+    expected: Sequence[str]
+    listener: Listener
+    say: Say
+    where: str = ""
+    node: NodeSpec | None = None
+
+    def __post_init__(self) -> None:
+        self._say = functools.cache(self.say)  # once: who was rejected may try again, and again
         self._loop = Loop()
         self._links: list[AuthenticatedLink] = []
-        self._said: set[str] = set()
         self._fault: str | None = None
         self._also: list[str] = []  # what failed just after it
 
@@ -87,7 +83,7 @@ class AgentJoin:
             UsageError: a transport could not start one; says why, and what fixes it.
             RendezvousError: some did not come in time; says who.
         """
-        self._loop.watch(self._listener.fileno(), self._accept)
+        self._loop.watch(self.listener.fileno(), self._accept)
         monitors = [TransportMonitor(self._loop, one, self._failed, python) for one in started]
         self._seconds = seconds
         self._loop.at(seconds, self._too_late)
@@ -109,13 +105,13 @@ class AgentJoin:
         return self._links
 
     def _accept(self) -> None:
-        while (link := self._listener.accept()) is not None:
+        while (link := self.listener.accept()) is not None:
             self._check(link)
-        for rejected in self._listener.rejected:
+        for rejected in self.listener.rejected:
             address, _, reason = rejected.partition(": ")
-            self._say_once(f"note: {address} was rejected: {reason}")
-        self._listener.rejected.clear()
-        if len(self._links) == len(self._expected):
+            self._say(f"note: {address} was rejected: {reason}")
+        self.listener.rejected.clear()
+        if len(self._links) == len(self.expected):
             self._loop.stop()
 
     def _check(self, link: AuthenticatedLink) -> None:
@@ -125,29 +121,27 @@ class AgentJoin:
             if other.closed:
                 other.close()
                 self._links.remove(other)
-        reason = None if self._node is None else self._node.reject_reason(link.peer_info) or self._twice(link)
+        reason = None if self.node is None else self.node.reject_reason(link.peer_info) or self._twice(link)
         if reason is None:
             self._links.append(link)
             return
         reject([link], f"error: {reason}")
-        if self._node is not None and self._node.launcher is not None:
+        if self.node is not None and self.node.launcher is not None:
             self._failed(reason)  # nobody will start another
         else:
-            self._say_once(f"note: {host_name(link)} ({link.address[0]}) was rejected: {reason}")
+            self._say(f"note: {host_name(link)} ({link.address[0]}) was rejected: {reason}")
 
     def _twice(self, link: AuthenticatedLink) -> str | None:
-        assert self._node is not None
+        assert self.node is not None
         number = link.peer_info["index"]
         for other in self._links:
             if other.peer_info["index"] == number:
                 first = f"{host_name(other)} ({other.address[0]}) is it"
-                return (
-                    f"{self._node.word} {number} is there twice, and {first}: give each host a --node-rank of its own"
-                )
+                return f"{self.node.word} {number} is there twice, and {first}: give each host a --node-rank of its own"
         return None
 
     def _reject_all(self, reason: str) -> None:
-        if self._node is not None:
+        if self.node is not None:
             reject(self._links, reason)
         for link in self._links:
             link.close()
@@ -161,24 +155,18 @@ class AgentJoin:
 
     def _name(self, link: AuthenticatedLink) -> str:
         index, own = link.peer_info.get("index"), link.peer_info.get("name") or host_name(link)
-        return next((name for name in self._expected if name.endswith(f" {index}")), str(own))
+        return next((name for name in self.expected if name.endswith(f" {index}")), str(own))
 
     def _missing(self) -> str:
         known = {self._name(link) for link in self._links}
-        names = [name for name in self._expected if name not in known] or self._expected
+        names = [name for name in self.expected if name not in known] or self.expected
         return ", ".join(names if len(names) <= MOST_NAMES else [*names[:MOST_NAMES], "…"])
 
     def _say_for_whom(self) -> None:
-        self._say(f"waiting for up to {self._seconds:g} s for {self._missing()}{self._where}")
-
-    def _say_once(self, text: str) -> None:
-        """Who was rejected may try again, and again."""
-        if text not in self._said:
-            self._said.add(text)
-            self._say(text)
+        self._say(f"waiting for up to {self._seconds:g} s for {self._missing()}{self.where}")
 
     def _too_late(self) -> None:
-        missing, of = len(self._expected) - len(self._links), len(self._expected)
+        missing, of = len(self.expected) - len(self._links), len(self.expected)
         count = f" ({missing} of the {of} that were waited for)" if of > 1 else ""
         self._fault = (
             f"waited {self._seconds:.0f} s, and {self._missing()} never came{count}: start samestep there too, or see "
@@ -188,11 +176,7 @@ class AgentJoin:
 
 
 def start_by_transport(spec: TransportSpec, say: Say) -> tuple[list[AgentConnection], list[Started]]:
-    """Starts an agent on every host and returns them in their order, with what keeps them alive.
-
-    Raises:
-        UsageError: one could not be started; says why, and what fixes it.
-    """
+    """Starts an agent on every host and returns them in their order, with what keeps them alive."""
     token = new_token()
     with Listener(token) as listener:
         started = start(spec.starts(), spec.join_info(listener.port, token))
@@ -262,44 +246,29 @@ class ReplacementResult:
     signal: int | None = None
 
 
+@dataclass
 class Replacement:
     """Brings back the hosts that a run has lost, between two attempts.
 
-    Args:
-        controller: of the run.
-        source: where they come from; None where there is this host alone, whose agent is forked.
-        preflight: returns the parts of all hosts of the controller, after all checks; warnings go to its argument.
-        seconds: how long to wait.
-        say: tells a person one line.
+    `source` says where they come from, None where there is this host alone, whose agent is forked; `preflight` returns
+    the parts of all hosts of the controller, after all checks, and gives warnings to its argument.
     """
 
-    def __init__(
-        self,
-        controller: Controller,
-        source: AgentSource | None,
-        preflight: Callable[[Callable[[str], None]], Sequence[HostRanks]],
-        seconds: float,
-        say: Say,
-    ) -> None:
-        self._controller = controller
-        self._source = source
-        self._preflight = preflight
-        self._seconds = seconds
-        self._say = say
+    controller: Controller
+    source: AgentSource | None
+    preflight: Callable[[Callable[[str], None]], Sequence[HostRanks]]
+    seconds: float
+    say: Say
 
     def bring_back(self, prepare: Callable[[tuple[HostRanks, ...]], object]) -> ReplacementResult:
-        """Waits until nobody is missing, and all have been examined and prepared.
-
-        Args:
-            prepare: lets the hosts of these parts get ready.
-        """
+        """Waits until nobody is missing, and all have been examined and prepared."""
         self._late = self._broken_off = False
         self._new: set[int] = set()  # who has connected
         self._rejected: set[int] = set()
-        self._said: set[str] = set()
+        self._say_once = functools.cache(self.say)
         try:
-            with self._controller.between_attempts() as loop:
-                alarm = loop.at(self._seconds, partial(self._too_late, loop))
+            with self.controller.between_attempts() as loop:
+                alarm = loop.at(self.seconds, functools.partial(self._too_late, loop))
                 try:
                     with self._opened(loop):
                         return self._complete(loop, prepare)
@@ -312,11 +281,11 @@ class Replacement:
 
     @contextmanager
     def _opened(self, loop: Loop) -> Iterator[None]:
-        if self._source is None:
+        if self.source is None:
             yield
             return
-        with self._source.opened(loop) as listener:
-            loop.watch(listener.fileno(), partial(self._accept, loop, listener))
+        with self.source.opened(loop) as listener:
+            loop.watch(listener.fileno(), functools.partial(self._accept, loop, listener))
             try:
                 yield
             finally:
@@ -327,7 +296,7 @@ class Replacement:
             try:
                 if not self._fill(loop):
                     return self._nobody()
-                parts = tuple(self._preflight(lambda _: None))  # its warnings were shown at the start
+                parts = tuple(self.preflight(lambda _: None))  # its warnings were shown at the start
                 prepare(parts)
                 return ReplacementResult(parts=parts)
             except SamestepError as fault:
@@ -336,7 +305,7 @@ class Replacement:
                     return ReplacementResult(reason=f"not started again: {fault}")
 
     def _missing(self) -> dict[int, AgentConnection]:
-        return {number: host for number, host in enumerate(self._controller.hosts) if host.gone}
+        return {number: host for number, host in enumerate(self.controller.hosts) if host.gone}
 
     def _fill(self, loop: Loop) -> bool:
         """Returns whether nobody is missing any more, before the time is up."""
@@ -348,36 +317,36 @@ class Replacement:
             if self._missing():
                 loop.run()
         if self._broken_off:
-            self._controller.discard_answers()
+            self.controller.discard_answers()
         return True
 
     def _start(self, number: int, host: AgentConnection) -> None:
         if host.address is None:
             self._say_once(f"the agent of this host, {host.host}, has ended: starting another")
-            self._controller.reopen(host)
+            self.controller.reopen(host)
             self._new.add(number)
             return
-        assert self._source is not None
+        assert self.source is not None
         if number not in self._rejected:
-            limit = f"for up to {self._seconds:g} s (--join-timeout)"
-            waiting = self._source.waiting_text(number, host, limit)
+            limit = f"for up to {self.seconds:g} s (--join-timeout)"
+            waiting = self.source.waiting_text(number, host, limit)
             self._say_once(f"host {host.host} is lost ({host.fault}): {waiting}")
-        self._source.start(number, host)
+        self.source.start(number, host)
 
     def _accept(self, loop: Loop, listener: Listener) -> None:
-        assert self._source is not None
+        assert self.source is not None
         while (link := listener.accept()) is not None:
             number, new = link.peer_info.get("index"), connection_of(link)
             lost = self._missing().get(number) if isinstance(number, int) else None
-            reason = self._source.reject_reason(new)
+            reason = self.source.reject_reason(new)
             if reason is None and (number is None or lost is None):
                 reason = f"number {number} is not missing"
             if number is None or lost is None or reason is not None:
                 self._say_once(f"note: {new.host} joined and was rejected: {reason}")
-                self._source.reject(new, str(reason))
+                self.source.reject(new, str(reason))
                 link.close()
-            elif self._source.accept(number, new):
-                self._controller.replace(lost, new)
+            elif self.source.accept(number, new):
+                self.controller.replace(lost, new)
                 self._new.add(number)
                 self._rejected.discard(number)
                 loop.stop()
@@ -386,30 +355,25 @@ class Replacement:
 
     def _reject_new(self, reason: str) -> bool:
         """Lets those go who have connected, for they do not fit; returns whether there were any."""
-        hosts = self._controller.hosts
+        hosts = self.controller.hosts
         rejected, self._new = {number for number in self._new if hosts[number].address is not None}, set()
         for number in rejected:
-            assert self._source is not None
+            assert self.source is not None
             self._say_once(f"note: {hosts[number].host} cannot take the place: {reason}")
-            self._source.reject(hosts[number], reason)
-            self._controller.hang_up(hosts[number], reason)
-            self._source.failed(number, reason)
+            self.source.reject(hosts[number], reason)
+            self.controller.hang_up(hosts[number], reason)
+            self.source.failed(number, reason)
         self._rejected |= rejected
         return bool(rejected)
 
     def _nobody(self) -> ReplacementResult:
         missing = self._missing()
         names = ", ".join(host.host for host in missing.values())
-        nobody = f"no replacement came within {self._seconds:g} s for host {names}"
-        reasons = {} if self._source is None else self._source.reasons
+        nobody = f"no replacement came within {self.seconds:g} s for host {names}"
+        reasons = {} if self.source is None else self.source.reasons
         why = "; ".join(dict.fromkeys(reasons[number] for number in missing if number in reasons))
         return ReplacementResult(reason=f"not started again: {nobody}{f' ({why})' if why else ''}")
 
     def _too_late(self, loop: Loop) -> None:
         self._late = True
         loop.stop()
-
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self._say(text)

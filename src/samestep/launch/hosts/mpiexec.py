@@ -20,11 +20,7 @@ ANSWER_S = 20.0  # for mpiexec to say what it is
 
 
 def mpiexec() -> str:
-    """Returns the mpiexec that came with this Python, or else the one that is found on PATH.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Returns the mpiexec that came with this Python, or else the one that is found on PATH."""
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
@@ -33,16 +29,7 @@ def mpiexec() -> str:
 
 
 def command(ranks: int, words: Sequence[str], program: str | None = None) -> list[str]:
-    """Returns the command that starts so many processes.
-
-    Args:
-        ranks: how many.
-        words: the command of each.
-        program: the mpiexec; that of :func:`mpiexec` by default.
-
-    Raises:
-        UsageError: there is no mpiexec.
-    """
+    """Returns the command that starts so many processes."""
     program = mpiexec() if program is None else program
     return [program, *options(_version(program), is_root=os.geteuid() == 0), "-n", str(ranks), *words]
 

@@ -20,7 +20,6 @@ import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
 
 from samestep.errors import UsageError
 
@@ -74,7 +73,6 @@ def _listed(through: socket.socket) -> list[bytes]:
 
 
 def route_to(address: str) -> Interface | None:
-    """Returns the interface by which the kernel would reach `address`; None where it has no way."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ask:
         try:
             ask.connect((address, 9))  # nothing is sent
@@ -85,11 +83,7 @@ def route_to(address: str) -> Interface | None:
 
 
 def interface_named(name: str) -> Interface:
-    """Returns one of this host's interfaces.
-
-    Raises:
-        UsageError: there is none of that name; lists those that there are.
-    """
+    """Returns one of this host's interfaces, or raises UsageError."""
     found = addresses()
     for interface in found:
         if interface.name == name:
@@ -120,12 +114,6 @@ class ProbeServer:
     def close(self) -> None:
         self._socket.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self.close()
-
 
 @dataclass(frozen=True)
 class ProbeTarget:
@@ -142,7 +130,6 @@ class _Probe:
     received: bytes = b""
 
     def receive(self) -> str | None:
-        """Returns why it is not the right host, "" where it is; None where more must come."""
         try:
             data = self.stream.recv(64)
         except BlockingIOError:
@@ -160,10 +147,7 @@ def probe(
 ) -> dict[str, str | None]:
     """Tries all probe servers at once; returns for each why it could not be reached, or None where it was.
 
-    Args:
-        targets: by the names of their hosts.
-        seconds: how long to wait for all of them together.
-        meanwhile: this host's own, answered at the same time.
+    `seconds` is for all of them together; `meanwhile` is this host's own server, answered at the same time.
     """
     reached: dict[str, str | None] = {}
     until = time.monotonic() + seconds

@@ -58,10 +58,9 @@ class RunRequest:
 
 
 def preflight(controller: Controller, request: RunRequest, warn: Callable[[str], None]) -> list[HostRanks]:
-    """Returns the part of every host of `controller`, in its order, after all checks; says what is amiss but not wrong.
+    """Returns the part of every host of `controller`, in its order; says what is amiss but not wrong.
 
-    Raises:
-        UsageError: they cannot run the script together; says why.
+    Raises UsageError where they cannot run the script together.
     """
     labels = unique_names([host.host for host in controller.hosts])
     label_of = dict(zip(controller.hosts, labels, strict=True))
@@ -134,7 +133,6 @@ def threads_of(info: HostInfo, ranks: int, infos: Sequence[HostInfo]) -> int:
 
 
 def binding_warnings(infos: Sequence[HostInfo], launcher: str | None) -> list[str]:
-    """Returns a warning for each machine on which whoever started the agents has bound them to single cores."""
     machines: dict[tuple[str, str], list[HostInfo]] = {}
     for info in infos:
         machines.setdefault(info.place, []).append(info)
@@ -170,10 +168,7 @@ def ordered(
     An agent knows its own host's name and addresses; the list has what ssh calls it. What cannot be told apart, such
     as several containers of one name, keeps the order of its coming.
 
-    Args:
-        hosts: in any order.
-        names: as the user wrote them.
-        aliases: by name, what else it may be called.
+    `aliases` says, by name, what else a host may be called.
     """
     left = list(hosts)
     placed: dict[str, AgentConnection] = {}
@@ -205,13 +200,8 @@ def mismatch(
 ) -> str | None:
     """Returns why these hosts cannot run `program` together, and what to do; None where they can.
 
-    Args:
-        infos: of every host.
-        reached: what the probes between them have found.
-        program: the script or module.
-        slots: by host, how many ranks are asked for and how many there is room for.
-        own: the digest of the program's copy here, where the command was given and no rank need be.
-        interface: the network that was asked for.
+    `slots` says, by host, how many ranks are asked for and how many there is room for; `own` is the digest of the
+    program's copy here, where the command was given and no rank need be.
     """
     return _unreached(reached, infos, interface) or _versions(infos) or _script(infos, program, own) or _room(slots)
 
@@ -223,16 +213,14 @@ def _unreached(reached: Reached, infos: Sequence[HostInfo], interface: str | Non
                 back = reached.get(target, {}).get(source)
                 both = "; nor the other way round" if back is not None else ""
                 both += _other_pairs(reached, source, target)
+                where, fix = "", "open all ports between them, or name the network that joins them with --interface"
                 if interface is not None:
                     address = next((info.address_on(interface) for info in infos if info.name == target), None)
-                    return (
-                        f"host {source} cannot reach host {target} on its {interface}, {address} ({reason}){both}: "
-                        "name another network with --interface, or leave it out"
+                    where, fix = (
+                        f" on its {interface}, {address}",
+                        "name another network with --interface, or leave it out",
                     )
-                return (
-                    f"host {source} cannot reach host {target} ({reason}){both}: open all ports between them, or name "
-                    "the network that joins them with --interface"
-                )
+                return f"host {source} cannot reach host {target}{where} ({reason}){both}: {fix}"
     return None
 
 

@@ -45,9 +45,7 @@ GONE = (errno.ENOENT, errno.ESTALE)  # ESTALE_S: replaced on the server after it
 def rendezvous_path(task: RankVariables, who: str = "head") -> Path:
     """Returns the file of this step: private to this host where the step is, else in the working directory.
 
-    Args:
-        task: what the launcher says of this task.
-        who: tells apart on one host what the tasks meet for: to be agents of a run ("head"), or its ranks.
+    `who` tells apart on one host what the tasks meet for: to be agents of a run ("head"), or its ranks.
     """
     if task.one_host:
         return rendezvous_file(f"{task.job}-{_start_digest()}-{who}" if task.job else None)
@@ -62,11 +60,7 @@ def _start_digest() -> str:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Puts what the others need to know where they look for it; readable by this user alone.
-
-    Raises:
-        RendezvousError: it cannot be written there.
-    """
+    """Puts what the others need to know where they look for it; readable by this user alone."""
     try:
         write_private(path, json.dumps(content))
     except OSError as error:
@@ -81,9 +75,6 @@ def user_secret() -> str:
 
     For what listens on the loopback address, where the other users of the host can connect too. It lies in a file that
     they cannot read.
-
-    Raises:
-        UsageError: somebody else has made that folder.
     """
     try:
         file = own_folder() / KEPT_IN
@@ -100,11 +91,7 @@ def user_secret() -> str:
 
 
 def wait_for(path: Path, seconds: float) -> dict[str, Any]:
-    """Returns what task 0 has written.
-
-    Raises:
-        RendezvousError: nothing was, in time, or it is another user's.
-    """
+    """Returns what task 0 has written; raises RendezvousError where nothing was, in time, or it is another user's."""
     until = time.monotonic() + seconds
     pause = SHORTEST_S
     while (found := _read(path)) is None:

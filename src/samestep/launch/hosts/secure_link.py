@@ -24,6 +24,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import re
 import resource
 import secrets
 import select
@@ -35,7 +36,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from samestep.errors import RendezvousError
-from samestep.launch.link import Link, Message
+from samestep.launch.link import HEAD, Link, Message
 from samestep.schema import parse_object
 
 PROTOCOL = 2
@@ -46,7 +47,7 @@ MOST_LINE, MOST_FRAME = 1 << 16, 1 << 24  # bytes of one line of the handshake, 
 MOST_WAITING = 1 << 28  # bytes sent that the other side has not taken: more ends the connection, before memory does
 RETRANSMITS, PROBES, LAST_ACK = 2, 3, 56  # where struct tcp_info has tcpi_…; the last in milliseconds
 TRY_S = 3.0  # seconds for one address to answer
-_HEAD, _NUMBER, MAC = struct.Struct("!II"), struct.Struct("!Q"), 32
+_NUMBER, MAC = struct.Struct("!Q"), 32
 
 
 def new_token() -> str:
@@ -94,19 +95,14 @@ class AuthenticatedLink(Link):
         return last if raw[RETRANSMITS] or raw[PROBES] else 0.0
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
-        """Sends one message, now or when :meth:`flush` can; to one that has gone, nothing.
-
-        Raises:
-            ValueError: it is larger than the other side would take.
-        """
+        """Sends one message, now or when :meth:`flush` can; to one that has gone, nothing."""
         if self.closed:
             return
         super().send(message, payload)
         if self.pending > MOST_WAITING:
             self._end(f"has left {self.pending} bytes untaken")
 
-    def _wrap(self, text: bytes, payload: bytes) -> bytes:
-        frame = super()._wrap(text, payload)
+    def _wrap(self, frame: bytes) -> bytes:
         if MAC + len(frame) > MOST_FRAME:
             raise ValueError(f"a message of {len(frame)} bytes is more than {MOST_FRAME}: send it in parts")
         proof = _mac(self._key, self._ours, _NUMBER.pack(self._sent), frame)
@@ -121,9 +117,9 @@ class AuthenticatedLink(Link):
 
     def _unwrap(self) -> list[Message]:
         messages: list[Message] = []
-        while len(self._incoming) >= MAC + _HEAD.size and self.fault is None:
-            text, payload = _HEAD.unpack_from(self._incoming, MAC)
-            end = MAC + _HEAD.size + text + payload
+        while len(self._incoming) >= MAC + HEAD.size and self.fault is None:
+            text, payload = HEAD.unpack_from(self._incoming, MAC)
+            end = MAC + HEAD.size + text + payload
             if end > MOST_FRAME:
                 self._end(f"sent a frame of {end} bytes")
             elif len(self._incoming) < end:
@@ -140,8 +136,8 @@ class AuthenticatedLink(Link):
             self._end("sent a frame that the other side has not sent, or not at this place")
             return []
         self._received += 1
-        body = json.loads(frame[_HEAD.size : _HEAD.size + text])
-        return [Message(body.pop("kind"), body, frame[_HEAD.size + text :])]
+        body = json.loads(frame[HEAD.size : HEAD.size + text])
+        return [Message(body.pop("kind"), body, frame[HEAD.size + text :])]
 
     def _end(self, what: str) -> None:
         self.fault = f"{self.address[0]}:{self.address[1]} {what}"
@@ -165,17 +161,12 @@ class PendingPeer:
 class Listener:
     """Where agents come in; a context manager. Watch :meth:`fileno`, then :meth:`accept` until it returns None.
 
-    Args:
-        token: the run's secret.
-        address: one of this host's own; all of them by default.
-        port: 0 for any that is free.
-
     Raises:
         RendezvousError: the port is taken, or the address is not this host's.
     """
 
     def __init__(self, token: str, address: str = "0.0.0.0", port: int = 0) -> None:  # noqa: S104  (others must reach it)
-        self._token = bytes.fromhex(token) if _is_hex(token) else token.encode()
+        self._token = _token_key(token)
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         if port:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -199,7 +190,6 @@ class Listener:
         return self._poll.fileno()
 
     def accept(self) -> AuthenticatedLink | None:
-        """Returns the next agent that has proved itself, or None; never waits."""
         for descriptor, _ in self._poll.poll(0):
             if descriptor == self._socket.fileno():
                 self._accept_peers()
@@ -304,8 +294,8 @@ def _has_left(stream: socket.socket) -> bool:
     return False
 
 
-def _is_hex(token: str) -> bool:
-    return len(token) == 2 * MAC and all(digit in "0123456789abcdef" for digit in token)
+def _token_key(token: str) -> bytes:
+    return bytes.fromhex(token) if re.fullmatch(rf"[0-9a-f]{{{2 * MAC}}}", token) else token.encode()
 
 
 def connect(
@@ -313,18 +303,12 @@ def connect(
 ) -> AuthenticatedLink:
     """Returns a connection to the controller, at the first of its addresses that answers.
 
-    Args:
-        addresses: where it may be.
-        port: the same at all of them.
-        token: the run's secret.
-        about: what to tell of this side.
-        seconds: how long to try.
-        patient: the controller may not be there yet, so a refusal is not its answer.
+    `about` is what to tell of this side; `patient`: the controller may not be there yet, so a refusal is no answer.
 
     Raises:
         RendezvousError: nobody answered, or not as the controller of this run; says what was tried.
     """
-    key = bytes.fromhex(token) if _is_hex(token) else token.encode()
+    key = _token_key(token)
     until, reasons = time.monotonic() + seconds, dict[str, str]()
     while True:
         answered = False  # by somebody who will not become ours

@@ -39,32 +39,18 @@ LEAVE_TIME_S = 60  # seconds for the other tasks to end when one has
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """What a job is to be.
+    """What a job is to be; all nodes must see both folders."""
 
-    Attributes:
-        program: the script, or `-m` and the module, and its arguments.
-        directory: where it runs; all nodes must see it.
-        run_dir: where the run's files and the job's output go; all nodes must see it.
-        options: of `samestep run`, beside `-n` and `--run-dir`.
-        nodes: how many.
-        ranks: on each node; one per GPU by default, else one.
-        sbatch_args: further options of sbatch, such as "--account=physics"; they win over the others.
-        wait: seconds that other tasks may stay when one has left; 0 is for ever, which `--lost-host continue` and
-            `wait` need.
-        variables: names of those that go along.
-        warning: seconds before the time limit at which the ranks are asked to save.
-    """
-
-    program: tuple[str, ...]
-    directory: Path
-    run_dir: Path
-    options: tuple[str, ...] = ()
+    program: tuple[str, ...]  # the script, or `-m` and the module, and its arguments
+    directory: Path  # where it runs
+    run_dir: Path  # where the run's files and the job's output go
+    options: tuple[str, ...] = ()  # of `samestep run`, beside `-n` and `--run-dir`
     nodes: int = 1
-    ranks: int | None = None
-    sbatch_args: str = ""
-    wait: int = LEAVE_TIME_S
-    variables: tuple[str, ...] = ()
-    warning: int = WARNING_S
+    ranks: int | None = None  # on each node; one per GPU by default, else one
+    sbatch_args: str = ""  # further options of sbatch, such as "--account=physics"; they win over the others
+    wait: int = LEAVE_TIME_S  # seconds that other tasks may stay when one has left; 0, for `--lost-host`, is for ever
+    variables: tuple[str, ...] = ()  # names of those that go along
+    warning: int = WARNING_S  # seconds before the time limit at which the ranks are asked to save
 
 
 def warning_for(grace: float) -> int:
@@ -73,11 +59,7 @@ def warning_for(grace: float) -> int:
 
 
 def batch_script(job: BatchJob) -> str:
-    """Returns the script that sbatch takes.
-
-    Raises:
-        UsageError: something in it cannot stand on a line of a script.
-    """
+    """Returns the script that sbatch takes."""
     header = "\n".join(f"#SBATCH {line}" for line in _header(job))
     return f"#!/bin/bash\n{header}\n\n{_body(job)}"
 
@@ -165,10 +147,7 @@ def _body(job: BatchJob) -> str:
 def submit(script: str, folder: Path) -> str:
     """Submits a job and returns its number.
 
-    Args:
-        script: what :func:`batch_script` returned.
-        folder: where it is kept, and its output goes; made here, for Slurm ends a job whose output it cannot open
-            without a word.
+    It is kept in `folder`, with its output; made here, for Slurm ends a job whose output it cannot open without a word.
 
     Raises:
         UsageError: there is no sbatch here, or it refuses the job, and says what sbatch said; or `folder` cannot be

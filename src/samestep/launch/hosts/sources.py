@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from samestep.errors import UsageError
 from samestep.launch.agent import JoinInfo
@@ -52,7 +52,6 @@ class TransportSpec:
         return plan_transport(self.via, self.hosts, agent_command(self.python), self.ssh_args)
 
     def join_info(self, port: int, token: str, index: int | None = None) -> str:
-        """Returns the line that tells agents where to connect, and with what token."""
         here = tuple(interface.address for interface in addresses())
         known = JoinInfo(addresses=here, port=port, token=token, directory=str(Path.cwd()), variables=self.variables)
         return json.dumps(asdict(replace(known, index=index)))
@@ -69,14 +68,7 @@ class _HostOutput:
 
 
 class TransportMonitor:
-    """Reads what a transport says for as long as its agents are on their way, and reports one that will not come.
-
-    Args:
-        loop: calls it.
-        one: the transport.
-        failed: called with one line that says why, and what fixes it.
-        python: the interpreter that is to run there, if that was said.
-    """
+    """Reads what a transport says for as long as its agents are on their way, and reports one that will not come."""
 
     def __init__(self, loop: Loop, one: Started, failed: Callable[[str], None], python: str | None = None) -> None:
         self._loop = loop
@@ -185,7 +177,6 @@ class NodeSpec:
         return None
 
     def publish_address(self, port: int) -> None:
-        """Writes where this process waits, if the others do not know."""
         if self.file is not None:
             here = [interface.address for interface in addresses()]
             rendezvous_file.write(self.file, {"addresses": here, "port": port, "token": self.token})
@@ -227,34 +218,40 @@ def notify_end(controller: Controller, text: str, code: int) -> None:
 # --- replacements ---------------------------------------------------------------------------------
 
 
-class AgentSource(Protocol):
+class AgentSource:
     """Where agents connect that take the place of lost ones, and what makes them come.
 
     Hosts go by their place in the run, from 0; `reasons` say why nobody has come so far, where that is known.
     """
 
-    reasons: dict[int, str]
+    def __init__(self) -> None:
+        self.reasons: dict[int, str] = {}
 
     def opened(self, loop: Loop) -> AbstractContextManager[Listener]:
         """Lets them connect until left."""
+        raise NotImplementedError
 
     def waiting_text(self, number: int, host: AgentConnection, limit: str) -> str:
         """Returns what a person should know about the wait for a host, which has a limit."""
+        raise NotImplementedError
 
     def start(self, number: int, host: AgentConnection) -> None:
         """Starts one in its place, if nobody is on the way, and if that is done here."""
 
-    def reject_reason(self, new: AgentConnection) -> str | None:
+    def reject_reason(self, new: AgentConnection) -> str | None:  # noqa: ARG002
         """Returns why an agent that has connected is none of this run; None where it is one."""
+        return None
 
     def reject(self, new: AgentConnection, reason: str) -> None:
-        """Tells an agent that has connected why it cannot stay."""
+        """Tells an agent that has connected why it cannot stay, if somebody is there to read it."""
 
-    def accept(self, number: int, new: AgentConnection) -> bool:
+    def accept(self, number: int, new: AgentConnection) -> bool:  # noqa: ARG002
         """Takes note of an agent that has connected; returns whether it still counts."""
+        return True
 
     def failed(self, number: int, reason: str) -> None:
         """Gives up who has connected, or is on the way."""
+        self.reasons[number] = reason
 
 
 @dataclass
@@ -267,25 +264,18 @@ class _Try:
     monitor: TransportMonitor | None
 
 
-class TransportSource:
-    """Starts agents again over the transport, until ssh or the host has no more objection.
-
-    Args:
-        spec: how the hosts of the run are reached.
-        started: what keeps their agents alive; kept up to date.
-        controller: reads what the transports say.
-        show: where that goes.
-    """
+class TransportSource(AgentSource):
+    """Starts agents again over the transport, until ssh or the host has no more objection."""
 
     def __init__(
         self, spec: TransportSpec, started: list[Started], controller: Controller, show: Callable[[bytes], None]
     ) -> None:
+        super().__init__()
         self._spec = spec
-        self._started = started
+        self._started = started  # what keeps the agents alive; kept up to date
         self._controller = controller
         self._show = show
         self._tries: dict[int, _Try] = {}
-        self.reasons: dict[int, str] = {}
 
     @contextmanager
     def opened(self, loop: Loop) -> Iterator[Listener]:
@@ -303,7 +293,7 @@ class TransportSource:
                         self._drop(one)
                 self._tries.clear()
 
-    def waiting_text(self, number: int, host: AgentConnection, limit: str) -> str:  # noqa: ARG002  (the protocol's)
+    def waiting_text(self, number: int, host: AgentConnection, limit: str) -> str:  # noqa: ARG002
         return f"trying to start its agent again over {self._spec.via}, {limit}"
 
     def start(self, number: int, host: AgentConnection) -> None:
@@ -319,12 +309,6 @@ class TransportSource:
         alarm = self._loop.at(CONNECT_S, partial(self.failed, number, f"nothing came in {CONNECT_S:.0f} s"))
         self._tries[number] = _Try(host.host, started, alarm, monitor)
 
-    def reject_reason(self, new: AgentConnection) -> str | None:  # noqa: ARG002
-        return None  # it was started from here
-
-    def reject(self, new: AgentConnection, reason: str) -> None:
-        """Does nothing: nobody is there to read it."""
-
     def accept(self, number: int, new: AgentConnection) -> bool:
         current = self._tries.get(number)
         if current is None or current.monitor is None:
@@ -337,7 +321,7 @@ class TransportSource:
         return True
 
     def failed(self, number: int, reason: str) -> None:
-        self.reasons[number] = reason
+        super().failed(number, reason)
         self._drop(self._tries.pop(number))
         self._pausing[number] = self._loop.at(RETRY_S, partial(self._retry, number))
 
@@ -357,12 +341,10 @@ class TransportSource:
         one.end()
 
 
-class JoinSource:
-    """Listens where this process did at first; somebody else starts the agents."""
-
+class JoinSource(AgentSource):
     def __init__(self, node: NodeSpec) -> None:
+        super().__init__()
         self._node = node
-        self.reasons: dict[int, str] = {}
 
     @contextmanager
     def opened(self, loop: Loop) -> Iterator[Listener]:
@@ -390,17 +372,8 @@ class JoinSource:
         command = shlex.join(["samestep", "run", *options, str(node.file), *node.program])
         return f"{own}; there, or in its place: {command}"
 
-    def start(self, number: int, host: AgentConnection) -> None:
-        """Does nothing: somebody else does."""
-
     def reject_reason(self, new: AgentConnection) -> str | None:
         return self._node.reject_reason(getattr(new.link, "peer_info", {}))
 
     def reject(self, new: AgentConnection, reason: str) -> None:
         reject([new.link], f"error: {reason}")
-
-    def accept(self, number: int, new: AgentConnection) -> bool:  # noqa: ARG002
-        return True  # under a name of its own
-
-    def failed(self, number: int, reason: str) -> None:
-        self.reasons[number] = reason

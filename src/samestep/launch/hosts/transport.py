@@ -64,12 +64,9 @@ class OutputLine:
 
 
 class Started:
-    """A running transport.
+    """A running transport; the caller must read its standard output and error, which are pipes.
 
-    Attributes:
-        start: what was started.
-        process: its standard output and error are pipes that the caller must read; closing its standard input, or
-            ending it in any way, ends the input of the command on every host.
+    Closing the standard input of `process`, or ending it in any way, ends the input of the command on every host.
     """
 
     def __init__(self, start: Start, process: subprocess.Popen[bytes]) -> None:
@@ -80,7 +77,6 @@ class Started:
         return attribute(self.start, line.decode(errors="replace").rstrip("\r\n"))
 
     def release(self) -> None:
-        """Ends the input of the command on every host; does not wait."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 
@@ -104,14 +100,8 @@ def agent_command(python: str | None = None) -> list[str]:
 def plan(via: str, hosts: Sequence[str], command: Sequence[str], ssh_args: str = "") -> list[Start]:
     """Returns what must be started here for `command` to run on every host; starts nothing.
 
-    Args:
-        via: "ssh", "pdsh" or "clush".
-        hosts: names as ssh takes them, `user@` included; none twice (samestep.launch.hosts.hostlist sees to it).
-        command: program and arguments, for a POSIX shell on the other side; quoted here.
-        ssh_args: more options for ssh, as one would type them: "-F config -p 2222".
-
-    Raises:
-        UsageError: `via` is unknown, or `ssh_args` has an open quote.
+    `hosts` are names as ssh takes them, none twice (samestep.launch.hosts.hostlist sees to it); `command` is for a
+    POSIX shell on the other side, and quoted here; `ssh_args` are more options, as one would type them.
     """
     options = (*_split(ssh_args), *SSH_OPTIONS)
     match via:
@@ -184,9 +174,7 @@ def check_installed(via: str) -> None:
 def start(starts: Sequence[Start], info: str) -> list[Started]:
     """Starts all of it and hands every host one line; the caller reads the pipes.
 
-    Args:
-        starts: what :func:`plan` has returned.
-        info: the line that the command finds on its standard input; never on a command line.
+    The caller reads the pipes. The command finds `info` on its standard input; it is never on a command line.
     """
     line = info.encode() + b"\n"
     if b"\n" in line[:-1] or b"\0" in line or len(line) > MOST_JOIN_INFO:
@@ -331,12 +319,7 @@ _REASONS = {  # what ssh, a shell or python says, and what that means; the first
 def explain(host: str, transport: str, exit_code: int | None, stderr: str, python: str | None = None) -> str:
     """Returns one line that says why a host could not be used, and what fixes it.
 
-    Args:
-        host: as it was given to :func:`plan`.
-        transport: "ssh", "pdsh" or "clush".
-        exit_code: the command's on that host, or of what started it; None if not known.
-        stderr: what came from that host, without labels.
-        python: the interpreter that was to run there; this one's path by default.
+    `stderr` is what came from that host, without labels; `python` the interpreter that was to run there.
     """
     words = {"host": host, "machine": host.rpartition("@")[2], "python": python or sys.executable}
     source = shlex.quote(_source())

@@ -41,12 +41,6 @@ def set_watched() -> None:
 
 
 def start_watcher(ranks: int, size: int) -> str:
-    """Starts the watcher of this host, and returns where the ranks find it.
-
-    Args:
-        ranks: how many there are on this host.
-        size: how many in all.
-    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         name = f"samestep-{secrets.token_hex(16)}"
         listener.bind(f"\0{name}")

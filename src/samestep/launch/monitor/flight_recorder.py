@@ -18,26 +18,16 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveRecord:
-    """The last collective that a rank has begun in a process group.
-
-    Attributes:
-        rank: which.
-        group: the group's name and what torch calls it.
-        number: how many it has begun there.
-        operation: such as "all_reduce".
-        sizes: of its inputs.
-        done: whether it is over.
-    """
+    """The last collective that a rank has begun in a process group."""
 
     rank: int
-    group: str
-    number: int
-    operation: str
-    sizes: str
+    group: str  # its name and what torch calls it
+    number: int  # how many it has begun there
+    operation: str  # such as "all_reduce"
+    sizes: str  # of its inputs
     done: bool
 
     def __str__(self) -> str:
-        """For a person: "collective 41, all_reduce of [20], not done"."""
         sizes = f" of {self.sizes}" if self.sizes else ""
         return f"collective {self.number}, {self.operation}{sizes}, {'done' if self.done else 'not done'}"
 
@@ -89,7 +79,6 @@ def ranks_behind(records: Sequence[CollectiveRecord]) -> tuple[int, ...]:
 
 
 def recorder_lines(records: Sequence[CollectiveRecord]) -> list[str]:
-    """Returns what a person is told of groups in which something is not done."""
     return [
         f"flight recorder, group {group}: " + "; ".join(f"rank {one.rank} {one}" for one in members)
         for group, members in _groups(records)

@@ -37,22 +37,11 @@ Kind = Literal["frozen", "busy", "disk", "asleep", "mismatch", "lost", "call"]
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """A run without progress.
-
-    Attributes:
-        kind: of the ranks that hold it up: frozen, computing, waiting for a disk, asleep; or "mismatch" of collectives,
-            or "lost" messages, or a "call" of torch.distributed.rpc.
-        culprits: those ranks.
-        since_progress: seconds since the last progress of any rank.
-        certain: whether it cannot go on by itself.
-        early: whether it computes, sleeps or reads before any rank's second step, where that may take long.
-    """
-
-    kind: Kind
-    culprits: tuple[int, ...]
-    since_progress: float
-    certain: bool
-    early: bool = False
+    kind: Kind  # what the culprits are; or different collectives, lost messages, a call of torch.distributed.rpc
+    culprits: tuple[int, ...]  # the ranks that hold it up
+    since_progress: float  # seconds since the last progress of any rank
+    certain: bool  # it cannot go on by itself
+    early: bool = False  # it computes, sleeps or reads before any rank's second step, where that may take long
 
 
 def limit(ranks: Sequence[RankHeartbeat], least: float = HANG_AFTER_S) -> float:
@@ -62,10 +51,7 @@ def limit(ranks: Sequence[RankHeartbeat], least: float = HANG_AFTER_S) -> float:
 def diagnose(ranks: Sequence[RankHeartbeat], least: float = HANG_AFTER_S, behind: Sequence[int] = ()) -> Hang | None:
     """Returns what holds a run up; None where something progresses, or does long work.
 
-    Args:
-        ranks: all that have not ended, the last heartbeat of each.
-        least: seconds without progress that are no hang, however short the steps are.
-        behind: the ranks that have not begun a collective in which others wait, as far as the flight recorder knows.
+    `behind` are the ranks that have not begun a collective in which others wait, as far as the flight recorder knows.
     """
     found = _diagnose(ranks, least, behind)
     if found is not None and found.kind in {"busy", "disk", "asleep"}:
@@ -151,13 +137,7 @@ def _hang(kind: Kind, ranks: Sequence[RankHeartbeat], since: float, *, certain: 
 
 
 def describe_hang(hang: Hang, ranks: Mapping[int, RankHeartbeat], positions: Mapping[int, str]) -> list[str]:
-    """Returns what a person is told: who is stuck, where, and what the others wait in.
-
-    Args:
-        hang: what was found.
-        ranks: all that have not ended.
-        positions: by rank, its own line, where it is known.
-    """
+    """Returns what a person is told: who is stuck, where, and what the others wait in; `positions` are their lines."""
     lines = [f"no progress for {hang.since_progress:.0f} s: {_headline(hang, ranks)}"]
     silent = [ranks[rank] for rank in hang.culprits if hang.kind == "call" and not ranks[rank].serving]
     answers = [each.rank for each in silent if each.callee < 0]

@@ -35,64 +35,34 @@ _KEPT = 200  # steps whose durations are kept
 
 @dataclass(frozen=True, kw_only=True)
 class RankHeartbeat:
-    """How one rank is.
-
-    Attributes:
-        rank: which.
-        pid: its process.
-        step: optimizer steps finished.
-        since_progress: seconds since its record changed.
-        since_activity: seconds since it, or a child of it, has computed, read or written.
-        state: the kernel's letter for its main thread.
-        entered: collectives entered.
-        operation: the collective that it is in, BACKWARD for those of a backward pass; "" outside of any.
-        site: where the script called it.
-        phase: as in its record.
-        p99_step: seconds that 99 of 100 of its steps do not exceed.
-        callee: the rank that its oldest call of torch.distributed.rpc waits for, -1 without one.
-        call: the function called, or SHUTDOWN in rpc.shutdown.
-        call_site: where the script calls it.
-        serving: the function that runs longest here for another rank.
-    """
-
     rank: int
     pid: int
-    step: int
-    since_progress: float
-    since_activity: float
-    state: str
-    entered: int
-    operation: str
-    site: str
-    phase: str
-    p99_step: float
-    callee: int = -1
-    call: str = ""
+    step: int  # optimizer steps finished
+    since_progress: float  # seconds since its record changed
+    since_activity: float  # seconds since it, or a child of it, has computed, read or written
+    state: str  # the kernel's letter for its main thread
+    entered: int  # collectives
+    operation: str  # the collective that it is in, BACKWARD for those of a backward pass; "" outside of any
+    site: str  # where the script called it
+    phase: str  # as in its record
+    p99_step: float  # seconds that 99 of 100 of its steps do not exceed
+    callee: int = -1  # the rank that its oldest call of torch.distributed.rpc waits for, -1 without one
+    call: str = ""  # the function called, or SHUTDOWN in rpc.shutdown
     call_site: str = ""
-    serving: str = ""
+    serving: str = ""  # the function that runs longest here for another rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTiming:
-    """How far a rank is, and where its time has gone: seconds, since it began, up to the end of its last step.
-
-    Attributes:
-        rank: which.
-        step: optimizer steps finished.
-        at: when the last of them was, on its host's monotonic clock.
-        waited: for other ranks.
-        data: waiting for data.
-        non_training: in evaluations, saves and loads.
-        load: no seconds: the samples, tokens or numbers that it has worked on.
-    """
+    """How far a rank is, and where its time has gone: seconds, since it began, up to the end of its last step."""
 
     rank: int
-    step: int
-    at: float
-    waited: float
-    data: float
-    non_training: float
-    load: float = 0.0
+    step: int  # optimizer steps finished
+    at: float  # when the last of them was, on its host's monotonic clock
+    waited: float  # for other ranks
+    data: float  # waiting for data
+    non_training: float  # in evaluations, saves and loads
+    load: float = 0.0  # no seconds: the samples, tokens or numbers that it has worked on
 
 
 @dataclass
@@ -112,13 +82,7 @@ class _Seen:
 
 
 class HeartbeatMonitor:
-    """Sends heartbeats and timings of the ranks of one host.
-
-    Args:
-        loop: calls it.
-        ranks: returns process and progress record of every rank that has not ended.
-        send: is given the kind of every message, "heartbeat" or "step_timing", and its fields.
-    """
+    """Sends heartbeats and timings of the ranks of one host; `ranks` returns those alive, with process and record."""
 
     def __init__(
         self,
@@ -154,7 +118,15 @@ class HeartbeatMonitor:
         for rank, (_, record) in self._ranks().items():
             if record.changed is None:
                 continue
-            timing = _timing(rank, record, record.changed)
+            timing = StepTiming(
+                rank=rank,
+                step=record.step,
+                at=record.changed,
+                waited=record.waited,
+                data=record.data,
+                non_training=record.non_training,
+                load=record.load,
+            )
             known, seconds = before.get(rank, (None, SHORTEST_S))
             if known is None or timing.step != known.step:
                 self._send("step_timing", asdict(timing))
@@ -184,11 +156,6 @@ def _heartbeat(rank: int, pid: int, record: Progress, seen: _Seen, state: str, n
         call_site=record.call_site,
         serving=record.serving,
     )
-
-
-def _timing(rank: int, record: Progress, at: float) -> StepTiming:
-    spent = {"waited": record.waited, "data": record.data, "non_training": record.non_training, "load": record.load}
-    return StepTiming(rank=rank, step=record.step, at=at, **spent)
 
 
 def _update(seen: _Seen, pid: int, record: Progress, now: float) -> str:

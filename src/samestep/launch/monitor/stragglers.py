@@ -113,7 +113,6 @@ class Stragglers:
 
 
 def _spent_between(timings: Sequence[StepTiming]) -> _Spent | None:
-    """Returns what the steps between two timings took, each time."""
     if not timings or timings[-1].step - timings[0].step < FEWEST:
         return None
     samples: dict[str, list[float]] = {"whole": [], "own": [], "data": [], "work": []}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from samestep.launch.event_loop import Alarm, Loop
@@ -33,41 +34,28 @@ OnHang = Literal["auto", "stop", "wait"]
 Note = Callable[[str, int, str, Sequence[int]], None]
 
 
+@dataclass
 class Watchdog:
     """Watches one attempt of a run.
 
-    Args:
-        loop: calls it.
-        running: returns the ranks that have not ended; none while they are being ended.
-        command: passes a command on to ranks.
-        say: shows a line to the person who has started the run.
-        stop: ends the run for this reason.
-        note: writes an event down: its kind, the step, the text and the ranks that it is about.
-        show_pace: lets the ranks' own progress display show how fast they are.
-        least: seconds without progress that are no hang.
-        on_hang: "stop" ends the run, "wait" does not, "auto" ends what cannot go on by itself.
-        machines: that the ranks are on; on a single one no network is blamed.
-        logs: where stacks are kept, for a person.
+    `running` returns the ranks that have not ended, none while they are being ended; `note` writes an event down: its
+    kind, the step, the text and the ranks; `least` are seconds without progress that are no hang; `on_hang` "auto" ends
+    what cannot go on by itself; on a single one of `machines` no network is blamed.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        running: Callable[[], Sequence[int]],
-        command: Callable[[str, Sequence[int]], None],
-        say: Callable[[str], None],
-        stop: Callable[[FailureRecord], None],
-        note: Note = lambda *_: None,
-        show_pace: Callable[[str], None] = lambda _: None,
-        *,
-        least: float = HANG_AFTER_S,
-        on_hang: OnHang = "auto",
-        machines: int = 1,
-        logs: str = "",
-    ) -> None:
-        self._loop, self._running, self._command = loop, running, command
-        self._say, self._stop, self._note, self._show_pace = say, stop, note, show_pace
-        self._least, self._on_hang, self._machines, self._logs = least, on_hang, machines, logs
+    loop: Loop
+    running: Callable[[], Sequence[int]]
+    command: Callable[[str, Sequence[int]], None]
+    say: Callable[[str], None]
+    stop: Callable[[FailureRecord], None]
+    note: Note = lambda *_: None
+    show_pace: Callable[[str], None] = lambda _: None
+    least: float = HANG_AFTER_S
+    on_hang: OnHang = "auto"
+    machines: int = 1
+    logs: str = ""
+
+    def __post_init__(self) -> None:
         self._pace = ""
         self._heartbeats: dict[int, RankHeartbeat] = {}
         self._positions: dict[int, str] = {}
@@ -105,20 +93,20 @@ class Watchdog:
         if self._closed:
             return
         began = time.monotonic()
-        for kind, ranks, line in self._stragglers.found(self._running(), began):
-            if kind != "network" or self._machines > 1:  # within one ranks wait for cores
+        for kind, ranks, line in self._stragglers.found(self.running(), began):
+            if kind != "network" or self.machines > 1:  # within one ranks wait for cores
                 self._tell(kind, ranks, line)
-        self._loop.at(max(SHORTEST_S, IDLE * (time.monotonic() - began)), self._compare)
+        self.loop.at(max(SHORTEST_S, IDLE * (time.monotonic() - began)), self._compare)
 
     def _look(self) -> None:
         if self._closed:
             return
-        self._loop.at(PERIOD_S, self._look)
-        pace = self._stragglers.pace_summary(self._running())
+        self.loop.at(PERIOD_S, self._look)
+        pace = self._stragglers.pace_summary(self.running())
         if pace != self._pace:
             self._pace = pace
-            self._show_pace(pace)
-        if not self._running():
+            self.show_pace(pace)
+        if not self.running():
             self._heartbeats.clear()
         known = self._known()
         self._ask_recorders(known)
@@ -127,10 +115,10 @@ class Watchdog:
             self._since = time.monotonic() - hang.since_progress
             self._positions.clear()
             self._collectives.clear()
-            self._command("flight", list(known))
-            self._command("dump_stacks", [rank for rank, each in known.items() if each.state not in FROZEN])
-            self._loop.at(STACKS_S, lambda: self._command("position", list(known)))
-            self._report = self._loop.at(STACKS_S + SETTLED_S, self._report_hang)
+            self.command("flight", list(known))
+            self.command("dump_stacks", [rank for rank, each in known.items() if each.state not in FROZEN])
+            self.loop.at(STACKS_S, lambda: self.command("position", list(known)))
+            self._report = self.loop.at(STACKS_S + SETTLED_S, self._report_hang)
         elif hang is None and self._since is not None and known:
             if self._reported:
                 self._tell("moves", [], f"progress again after {time.monotonic() - self._since:.0f} s")
@@ -142,7 +130,7 @@ class Watchdog:
         self._since, self._report, self._reported = None, None, False
 
     def _diagnose(self, known: Mapping[int, RankHeartbeat]) -> Hang | None:
-        return diagnose(list(known.values()), self._least, ranks_behind(self._recorded(known)))
+        return diagnose(list(known.values()), self.least, ranks_behind(self._recorded(known)))
 
     def _recorded(self, ranks: Mapping[int, RankHeartbeat]) -> list[CollectiveRecord]:
         return [each for rank in ranks for each in self._collectives.get(rank, ())]
@@ -151,20 +139,20 @@ class Watchdog:
         """Asks the flight recorders where the heartbeats alone cannot tell who waits."""
         if self._since is not None:
             return
-        if not is_doubtful(list(known.values()), self._least):
+        if not is_doubtful(list(known.values()), self.least):
             self._collectives.clear()
             self._requested = -ASK_AGAIN_S
         elif time.monotonic() - self._requested >= ASK_AGAIN_S:
             self._requested = time.monotonic()
-            self._command("flight", list(known))
+            self.command("flight", list(known))
 
     def _tell(self, kind: str, ranks: Sequence[int], text: str) -> None:
-        self._say(text)
-        self._note(kind, min(self._steps.values(), default=0), text, ranks)
+        self.say(text)
+        self.note(kind, min(self._steps.values(), default=0), text, ranks)
 
     def _known(self) -> dict[int, RankHeartbeat]:
         """The heartbeats of all ranks that have not ended; none where one has none, for it progresses."""
-        running = self._running()
+        running = self.running()
         known = {rank: self._heartbeats[rank] for rank in running if rank in self._heartbeats}
         return known if len(known) == len(running) else {}
 
@@ -177,9 +165,9 @@ class Watchdog:
         self._reported = True
         lines = describe_hang(hang, known, self._positions)
         lines += [f"    {line}" for line in recorder_lines(self._recorded(known))]
-        stops = hang.certain if self._on_hang == "auto" else self._on_hang == "stop" and not hang.early
-        lines.append(f"    all Python stacks: {self._logs}/rank*.stacks")
-        if stops and self._on_hang == "stop":
+        stops = hang.certain if self.on_hang == "auto" else self.on_hang == "stop" and not hang.early
+        lines.append(f"    all Python stacks: {self.logs}/rank*.stacks")
+        if stops and self.on_hang == "stop":
             lines.append(f"    the run is stopped, with exit code {STOPPED}")
         elif stops:
             lines.append("    deadlock: stopping the run (--on-hang wait keeps it)")
@@ -191,7 +179,7 @@ class Watchdog:
             lines.append("    still waiting; stop it with Ctrl-C, or run with --on-hang stop")
         self._tell("hang", hang.culprits, "\n".join(lines))
         if stops:
-            self._stop(self._failure(hang, known[hang.culprits[0]], lines[0]))
+            self.stop(self._failure(hang, known[hang.culprits[0]], lines[0]))
 
     def _failure(self, hang: Hang, culprit: RankHeartbeat, message: str) -> FailureRecord:
         position = self._positions.get(culprit.rank, culprit.site or None)

@@ -26,11 +26,11 @@ from functools import partial
 from typing import Any
 
 from samestep.launch.event_loop import Loop
+from samestep.launch.link import Link
 from samestep.launch.process import stat_fields
-from samestep.launch.rank.control import RankPipe
+from samestep.launch.rank.control import RankProcess
 from samestep.launch.rank.failure import death
 from samestep.launch.rank.user_code import STACKS_SIGNAL
-from samestep.launch.rank_process import RankProcess
 from samestep.launch.result import RunResult, summary_lines
 from samestep.launch.supervisor import KILL_AFTER_S, Supervisor
 from samestep.text import rank_list
@@ -42,7 +42,7 @@ EXTERNAL_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}  # somebody ha
 
 
 class ForeignRank(RankProcess):
-    def __init__(self, rank: int, pid: int, handle: int, pipe: RankPipe, stacks: int, record: int) -> None:
+    def __init__(self, rank: int, pid: int, handle: int, pipe: Link, stacks: int, record: int) -> None:
         super().__init__(rank, pid, pipe, stacks, record)
         self.handle = handle  # a pidfd
         self.leaving = False  # it has said that its interpreter ends in good order
@@ -55,8 +55,6 @@ class ForeignRank(RankProcess):
 
 
 class WatchedRanks:
-    """The ranks of this host, as the supervisor sees them."""
-
     def __init__(self, loop: Loop, ranks: Sequence[ForeignRank]) -> None:
         self.host = socket.gethostname()
         self.ranks = tuple(one.rank for one in ranks)
@@ -67,11 +65,10 @@ class WatchedRanks:
             loop.watch(one.handle, partial(self._on_exit, one))
             loop.watch(one.pipe.fileno(), partial(self._receive, one))
 
-    def _receive(self, one: ForeignRank) -> bool:
-        more = one.receive(partial(self._on_message, one))
-        if one.pipe.ended:
+    def _receive(self, one: ForeignRank) -> None:
+        one.receive(partial(self._on_message, one))
+        if one.pipe.closed:
             self._loop.forget(one.pipe.fileno())
-        return more
 
     def _on_message(self, one: ForeignRank, kind: str, body: dict[str, Any]) -> None:
         if kind == "leaving":
@@ -84,8 +81,7 @@ class WatchedRanks:
     def _on_exit(self, one: ForeignRank) -> None:
         code = exit_code(one.pid)
         self._loop.forget(one.handle)
-        while self._receive(one):
-            pass
+        self._receive(one)
         if one.reported:
             return
         place = one.place_of_death(lambda stacks: sys.stderr.write(stacks.decode(errors="replace")))
@@ -103,7 +99,9 @@ class WatchedRanks:
         """Gives a command to those of `ranks` that are alive; see `LocalRanks.command`."""
         for one in [self._ranks[rank] for rank in ranks]:
             if what == "stop":
-                one.pipe.send(what, number=self.result().exit_code)  # launchers pass one of their ranks' codes on
+                one.pipe.send(
+                    {"kind": what, "number": self.result().exit_code}
+                )  # launchers pass one of their ranks' codes on
             elif what == "position":
                 self.supervisor.on_message(self, "position", one.position()[1])
             elif what != "dump_stacks" or not one.leaving:  # faulthandler may be gone: the signal would kill it
@@ -159,17 +157,11 @@ def _accept_rank(stream: socket.socket) -> ForeignRank | None:
     except (OSError, ValueError):
         stream.close()
         return None
-    return ForeignRank(int(rank), process, handle, RankPipe(stream), stacks, record)
+    return ForeignRank(int(rank), process, handle, Link(stream), stacks, record)
 
 
 def last_lines(result: RunResult, size: int, host: str) -> list[str]:
-    """Returns what is to be said at the end: nothing where nobody failed, or somebody ended the run.
-
-    Args:
-        result: of the ranks of this host.
-        size: how many ranks there are on all hosts.
-        host: this one.
-    """
+    """Returns what is said at the end, of `size` ranks in all: nothing where nobody failed, or somebody ended it."""
     cause = result.root_cause
     if cause is None or cause.signal in EXTERNAL_SIGNALS or cause.exception == "KeyboardInterrupt":
         return []

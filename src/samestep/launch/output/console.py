@@ -25,7 +25,6 @@ from typing import IO
 
 from samestep.files import open_private
 from samestep.launch.output.lines import MERGE_WINDOW_S, LineAssembler, LineMerger, strip_control
-from samestep.launch.output.pty import is_terminal
 from samestep.paths import Stream, rank_file
 
 HIDE, SHOW = b"\x1b[?25l", b"\x1b[?25h"  # what progress displays do to the cursor
@@ -37,7 +36,7 @@ RETRY_S = 0.005  # until a slow reader is tried again
 
 def say(text: str, *, plain: bool = False) -> None:
     """Writes a line of the launcher's own on standard error, as long as somebody reads it."""
-    if is_terminal(2):  # an exception's message is somebody else's text
+    if os.isatty(2):  # an exception's message is somebody else's text
         text = "\n".join(strip_control(line.encode(errors="replace")).decode() for line in text.split("\n"))
     try:
         sys.stderr.write(text + "\n" if plain else f"samestep: {text}\n")
@@ -94,7 +93,7 @@ class NonBlockingWriter:
         del self.held[most:]
 
     def fit(self, line: bytes) -> bytes:
-        return strip_control(line) if is_terminal(self.descriptor) else line
+        return strip_control(line) if os.isatty(self.descriptor) else line
 
     def show_line(self, line: bytes) -> None:
         """Writes a whole line, on a line of its own even where a progress display has left the cursor elsewhere."""
@@ -108,10 +107,9 @@ class NonBlockingWriter:
             self.show(SHOW)
 
     def close(self) -> None:
-        """Waits until its reader has taken everything."""
         if self.dropped:
             self.show_line(f"samestep: {self.dropped} bytes are not shown here: see the logs".encode())
-        if is_terminal(self.descriptor):
+        if os.isatty(self.descriptor):
             self.restore_terminal()
         self.flush(patient=True)
 
@@ -152,7 +150,6 @@ class RankStream:
             self.merger.feed(self.rank, self.writer.fit(line), now)
 
     def close(self) -> None:
-        """Takes an unfinished last line and closes the file."""
         self._show(b"")
         self.log.close()
 
@@ -160,23 +157,18 @@ class RankStream:
 def open_writers() -> dict[Stream, NonBlockingWriter]:
     """Returns the launcher's own standard output and error; on one terminal they share its cursor."""
     cursor = Cursor()
-    shared = is_terminal(1) and is_terminal(2)
+    shared = os.isatty(1) and os.isatty(2)
     return {"out": NonBlockingWriter(1, cursor), "err": NonBlockingWriter(2, cursor if shared else Cursor())}
 
 
 class Console:
-    """All streams of all ranks of one attempt.
-
-    Args:
-        logs: the directory of each rank's files.
-        drawn: the streams that rank 0 draws on a terminal.
-    """
+    """All streams of all ranks of one attempt; `drawn` are those that rank 0 draws on a terminal."""
 
     def __init__(self, logs: Sequence[Path], drawn: Collection[str]) -> None:
         self._writers = open_writers()
         self._reported_reader = False
         self._mergers = {
-            stream: LineMerger(len(logs), MERGE_WINDOW_S if stream == "err" or is_terminal(writer.descriptor) else 0.0)
+            stream: LineMerger(len(logs), MERGE_WINDOW_S if stream == "err" or os.isatty(writer.descriptor) else 0.0)
             for stream, writer in self._writers.items()
         }
         self._streams: dict[tuple[int, str], RankStream] = {}
@@ -202,7 +194,6 @@ class Console:
         writer.show_line(b"\n".join(map(writer.fit, lines)))  # it may hold a name, or a message, of the script's
 
     def keep_stacks(self, rank: int, stacks: bytes) -> None:
-        """Adds the Python stacks of a rank to its file of them."""
         path = rank_file(self._logs[rank], rank, "stacks")
         with suppress(OSError), open_private(path, "ab") as file:  # the disk is full, or the folder was cleared away
             file.write(stacks)

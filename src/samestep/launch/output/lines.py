@@ -88,11 +88,7 @@ class _Entry:
 
 
 class LineMerger:
-    """Merges the lines of one stream.
-
-    Args:
-        size: how many ranks there are.
-        window: seconds that a line waits for other ranks; 0 merges nothing.
+    """Merges the lines of one stream; a line waits `window` seconds for other ranks, and 0 merges nothing.
 
     Example:
         >>> merger = LineMerger(2)
@@ -112,7 +108,6 @@ class LineMerger:
         self._plain: list[bytes] = []  # lines that wait for nobody
 
     def feed(self, rank: int, text: bytes, now: float) -> None:
-        """Takes one line of a rank."""
         if not self._window:
             self._plain.append(b"[rank %d] %b" % (rank, text))
             return
@@ -128,7 +123,6 @@ class LineMerger:
         self._last[rank] = entry.number
 
     def take(self, now: float, *, everything: bool = False) -> list[bytes]:
-        """Returns the lines that need wait no longer, as they are to be shown."""
         shown, self._plain = self._plain, []
         while self._waiting and (everything or self._is_due(self._waiting[0], now)):
             entry = self._waiting.popleft()

@@ -40,7 +40,7 @@ from samestep.launch.rank.excepthook import needs_no_traceback, print_exception,
 from samestep.launch.rank.failure import describe
 from samestep.launch.rank.script import run_module, run_script
 from samestep.launch.rank.store import serve_store, use_store
-from samestep.launch.rank.user_code import STACKS_SIGNAL, format_traceback, show_from_here, text_in
+from samestep.launch.rank.user_code import STACKS_SIGNAL, format_traceback, show_from_here, text_in, tried
 from samestep.rankenv import variable
 
 WRITING_S = 20.0  # how long files that were left open may take: one may lead to a reader that does not read
@@ -187,7 +187,7 @@ def _flush() -> bool:
     good = True
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name, None)
-        if stream is None or _is_closed(stream):  # the script's own doing
+        if stream is None or tried(lambda: bool(stream.closed), False):  # noqa: B023  # the script's own doing
             continue
         try:
             stream.flush()
@@ -199,13 +199,6 @@ def _flush() -> bool:
         with suppress(Exception):
             own.flush()  # type: ignore[union-attr]
     return good
-
-
-def _is_closed(stream: object) -> bool:
-    try:
-        return bool(stream.closed)  # type: ignore[attr-defined]
-    except Exception:  # noqa: BLE001
-        return False
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The pipe between a rank and whoever watches it: both its ends.
+"""The pipe between a rank and whoever watches it: both its ends, and what the watcher knows of the rank.
 
     from a rank   failed              why this rank is about to end: its error record
                   position            the line that its main thread was at when it was told to leave
@@ -12,9 +12,9 @@
                   preempt             save at the next step that all agree on, and leave with exit code 75
     end of file                       the launcher is gone: leave now, unless it was a mere watcher
 
-One JSON object a line. A thread of its own reads the commands: the main thread may be in a collective for as long as
-it likes, and a signal would end the workers of a DataLoader, or run the script's handler, which may well begin to save
-with peers that are dead.
+Messages are framed as in samestep.launch.link. A thread of its own reads the commands: the main thread may be in a
+collective for as long as it likes, and a signal would end the workers of a DataLoader, or run the script's handler,
+which may well begin to save with peers that are dead.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from samestep import progress
+from samestep.launch.link import HEAD, Link, frame
 from samestep.launch.monitor import flight_recorder
-from samestep.launch.rank.user_code import SERVED, UNKNOWN, own_line, tried
+from samestep.launch.rank.user_code import SERVED, UNKNOWN, own_line, place_in, text_of, tried
 
-CHUNK = 1 << 16  # bytes read at a time
 FLUSH_S = 0.3  # how long leaving may wait for a stream that another thread holds
 
 Preempt = Callable[[int], None]  # gets the number of the signal that the launcher got
@@ -63,12 +64,7 @@ def pace() -> str:
 
 
 class Control:
-    """The rank's end. Call :meth:`start` once, from the main thread.
-
-    Args:
-        descriptor: of a connected socket, which it takes.
-        binding: the rank ends when the other side has.
-    """
+    """The rank's end; where it is `binding`, the rank ends when the other side has."""
 
     def __init__(self, descriptor: int, *, binding: bool = True) -> None:
         os.set_inheritable(descriptor, False)
@@ -79,12 +75,10 @@ class Control:
 
     def send(self, kind: str, **body: Any) -> None:
         """Sends one message. A launcher that is gone receives nothing, and ends this rank anyway."""
-        line = json.dumps({"kind": kind, **body}).encode() + b"\n"
         with self._lock, contextlib.suppress(OSError):
-            self._socket.sendall(line)
+            self._socket.sendall(frame({"kind": kind, **body}))
 
     def start(self) -> None:
-        """Carries out commands from now on."""
         self._reader = threading.Thread(target=self._read, name="samestep-control", daemon=True)
         self._reader.start()
 
@@ -92,9 +86,9 @@ class Control:
         self._reader.join(seconds)
 
     def _read(self) -> None:
-        with self._socket.makefile("rb") as lines:
-            for line in lines:
-                self._carry_out(json.loads(line))
+        with self._socket.makefile("rb") as stream:
+            while len(head := stream.read(HEAD.size)) == HEAD.size:
+                self._carry_out(json.loads(stream.read(HEAD.unpack(head)[0])))
         if self._binding:
             os._exit(128 + signal.SIGKILL)
 
@@ -136,36 +130,44 @@ def _flush() -> None:
             stream.flush()
 
 
-class RankPipe:
-    """The other end; `stream` is connected to the rank, and never waited for."""
+class RankProcess:
+    """A rank's process, a child of this one or not; `stacks` and `record` are descriptors."""
 
-    def __init__(self, stream: socket.socket) -> None:
-        stream.setblocking(False)
-        self._socket = stream
-        self._held = bytearray()
-        self.ended = False  # the rank has closed its end
+    def __init__(self, rank: int, pid: int, pipe: Link, stacks: int, record: int) -> None:
+        self.rank, self.pid, self.pipe = rank, pid, pipe
+        self.stacks, self.record = stacks, record
+        self._read = 0  # bytes of the stacks
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
+    def receive(self, take: Callable[[str, dict[str, Any]], object]) -> None:
+        for message in self.pipe.receive():
+            take(message.kind, message.body)
 
-    def receive(self) -> tuple[list[dict[str, Any]], bool]:
-        try:
-            data = self._socket.recv(CHUNK)
-        except BlockingIOError:
-            return [], False
-        except ConnectionResetError:
-            data = b""
-        self.ended = not data
-        self._held += data
-        if b"\n" not in data:  # a long message is not looked through again and again
-            return [], bool(data)
-        *lines, self._held = self._held.split(b"\n")
-        return [json.loads(line) for line in lines], True
+    def progress(self) -> progress.Progress:
+        return progress.read(self.record)
 
-    def send(self, kind: str, **body: Any) -> None:
-        """Sends a message; what does not fit into the pipe at once is lost, and so it is where the rank is gone."""
-        with contextlib.suppress(OSError):
-            self._socket.send(json.dumps({"kind": kind, **body}).encode() + b"\n")
+    def new_stacks(self) -> bytes:
+        size = os.fstat(self.stacks).st_size
+        text = os.pread(self.stacks, size - self._read, self._read)
+        self._read = size
+        return text
 
-    def close(self) -> None:
-        self._socket.close()
+    def position(self) -> tuple[bytes, dict[str, Any]]:
+        """Returns the stacks that it was asked for, and the message that tells the user's own line in them."""
+        stacks = self.new_stacks()
+        serving = SERVED if self.progress().serving else None
+        where, source = place_in(stacks.decode(errors="replace"), serving)
+        return stacks, {"rank": self.rank, "where": where, "source": source}
+
+    def place_of_death(self, show: Callable[[bytes], object]) -> tuple[str | None, str | None]:
+        """Shows the stacks that it died with; returns the user's own line in them, or in its record."""
+        stacks = self.new_stacks()
+        if stacks:
+            show(stacks)
+        place, record = place_in(stacks.decode(errors="replace")), self.progress()
+        return (record.site, text_of(record.site)) if place[0] is None and record.in_collective else place
+
+    def end_message(self, code: int, death: dict[str, Any]) -> dict[str, Any]:
+        """Returns what the supervisor is told when it has ended; `death` is a FailureRecord, `code` as usual."""
+        record = self.progress()
+        ended = {"rank": self.rank, "pid": self.pid, "code": code, "death": death}
+        return {**ended, "step": record.step, "collectives": record.entered}

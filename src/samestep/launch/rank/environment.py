@@ -32,10 +32,7 @@ class RankPlace:
 
 
 def rank_places(hosts: Sequence[tuple[str, int]]) -> list[RankPlace]:
-    """Returns every rank's place, in rank order.
-
-    Args:
-        hosts: name and number of ranks of each part; parts may share a host, as tasks of Slurm do.
+    """Returns every rank's place, in rank order; parts of one name share a host, as tasks of Slurm may.
 
     Example:
         >>> [place.local_rank for place in rank_places([("a", 2), ("b", 1), ("a", 1)])]

@@ -13,7 +13,6 @@ import time
 import traceback
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from samestep import progress
@@ -176,7 +175,9 @@ def lost_peer(error: BaseException) -> bool:
 
 def _is_of_peers(error: BaseException, message: str) -> bool:
     """Tells whether torch's communication has raised, or native code that the script called, as `work.wait()` does."""
-    trace = _innermost(error.__traceback__)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
     if trace is None:
         return NATIVE.search(message) is not None
     code = trace.tb_frame.f_code
@@ -184,12 +185,6 @@ def _is_of_peers(error: BaseException, message: str) -> bool:
         return True
     raised = code.co_code[trace.tb_lasti] == opcode.opmap["RAISE_VARARGS"]  # by a line of python, not below one
     return not raised and not _is_below(code.co_filename, "utils/data") and NATIVE.search(message) is not None
-
-
-def _innermost(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace
 
 
 def _communicates(filename: str) -> bool:
@@ -265,7 +260,6 @@ def _spawned_exited(error: BaseException, failure: FailureRecord) -> FailureReco
 
 
 def _spawned_rank(error: BaseException) -> tuple[str, str]:
-    """Returns which spawned process failed, and the stacks that it left."""
     process, logs = getattr(error, "error_pid", 0), variable("SAMESTEP_LOGS")
     for record in [] if logs is None else Path(logs).glob("rank*.spawned/rank*.progress"):
         if progress.read_file(record).process == process:
@@ -285,14 +279,10 @@ def death(
     *,
     of_memory: bool = False,
 ) -> FailureRecord:
-    """Returns the failure of a rank that ended without a word.
+    """Returns the failure of a rank that ended without a word; `code` is negative for a signal.
 
-    Args:
-        rank: its number.
-        pid: its process.
-        code: its exit code, negative for a signal.
-        place: the user's line that it was at and its text, where they are known.
-        of_memory: the kernel has killed a process meanwhile, because memory ran out.
+    `place` is the user's line that it was at and its text, where they are known; `of_memory`: the kernel has killed a
+    process meanwhile, because memory ran out.
     """
     where, source = place or UNKNOWN
     kind: Kind = "oom" if of_memory else "exit" if code >= 0 else "signal"

@@ -72,8 +72,6 @@ class _Finder:
 
 
 class _Loader:
-    """Loads a module as its own loader does, then acts."""
-
     def __init__(self, loader: Loader, act: Act) -> None:
         self._loader = loader
         self._act = act

@@ -67,7 +67,6 @@ _starter: list[int] = []  # the launcher's rank that this process descends from;
 
 
 def begin(rank: int, size: int) -> None:
-    """Watches this rank of the launcher, and whatever it starts by multiprocessing."""
     _watch_children(rank)
     _load(RankContext(rank=rank, size=size, folder=_folder()))
 

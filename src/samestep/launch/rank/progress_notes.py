@@ -37,12 +37,7 @@ _kept: dict[int, tuple[Any, list[weakref.ref[Any]]]] = {}  # process groups, and
 
 
 def begin(joined: Callable[[], None] | None = None, joining: Callable[[], None] | None = None) -> None:
-    """Writes from now on.
-
-    Args:
-        joined: called each time a default process group has been initialised.
-        joining: called before one is initialised.
-    """
+    """Writes from now on; calls `joined` when a default process group has been initialised, `joining` before."""
     subscribe(
         ProgressNotes(joined, joining),
         *(training.optimizers, training.wrappers, training.modes, training.backward_passes),
@@ -125,11 +120,7 @@ class ProgressNotes(Callbacks):
 
 
 def elements(batch: Any) -> int:
-    """Returns the numbers in a batch's tensors: what sequences of unlike length make unequal.
-
-    Args:
-        batch: a tensor, or a list, tuple or mapping of them; in anything else nothing is counted.
-    """
+    """Returns the numbers in a batch's tensors: what sequences of unlike length make unequal."""
     if isinstance(batch, list | tuple):
         return sum(map(elements, batch))
     if isinstance(batch, Mapping):
@@ -148,7 +139,6 @@ def _keep_group(model: Any) -> None:
 
 
 def _release_groups() -> None:
-    """Lets go of the groups whose models are gone."""
     for key, (group, models) in [*_kept.items()]:
         if not any(model() is not None for model in models):
             del _kept[key]

@@ -90,7 +90,6 @@ def _modules_in(folder: str) -> Iterable[str]:
 
 
 def run_module(name: str, arguments: list[str]) -> None:
-    """Runs a module as `python -m name arguments` does."""
     sys.argv[:] = [name, *arguments]
     _look_first_in(str(Path.cwd()))
     _new_main()

@@ -40,11 +40,7 @@ _pending: list[tuple[socket.socket, int, Callable[[], None]]] = []  # listener a
 
 
 def check_loopback() -> None:
-    """Sees whether ranks of this host could meet.
-
-    Raises:
-        UsageError: 127.0.0.1 cannot be reached, as in a new network namespace; torch would try for minutes.
-    """
+    """Raises UsageError where 127.0.0.1 cannot be reached, as in a new network namespace; torch would try for long."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((LOOPBACK, DISCARD))  # sends nothing: asks for a way there

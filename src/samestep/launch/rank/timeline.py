@@ -210,12 +210,9 @@ class Timeline(Observer, ProgressListener):
 
 
 def step_fields(steps: Sequence[Step], finished: int, length: int) -> _FIELDS:
-    """Returns a "step" event's fields.
+    """Returns a "step" event's fields, for steps of which the last is told in pieces and `finished` are over.
 
-    Args:
-        steps: that it stands for, the last of them in pieces.
-        finished: how many of them are.
-        length: of all, in nanoseconds.
+    `length` is of all, in nanoseconds.
     """
     spent: dict[str, int] = {}
     pieces: list[Piece] = []

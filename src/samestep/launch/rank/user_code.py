@@ -117,13 +117,9 @@ def own_line(frames: traceback.StackSummary) -> tuple[str | None, str | None]:
 
 def below_the_launcher(trace: TracebackType | None) -> TracebackType | None:
     """Returns the part of a traceback that python would have shown had it run the script itself, if any."""
-    while trace is not None and _is_launcher(trace.tb_frame.f_code.co_filename):
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(("<frozen", *_LAUNCH)):
         trace = trace.tb_next
     return trace
-
-
-def _is_launcher(filename: str) -> bool:
-    return filename.startswith(("<frozen", *_LAUNCH))
 
 
 def format_traceback(error: BaseException) -> str:
@@ -162,7 +158,6 @@ def place_in(text: str, frame: str | None = None) -> tuple[str | None, str | Non
 
 
 def _summary(lines: list[str]) -> traceback.StackSummary:
-    """Returns the frames, the innermost last, as a traceback would have them."""
     frames = []
     for line in reversed(lines):
         match = _FRAME.match(line)

@@ -142,9 +142,7 @@ def import_torch(threads: int) -> None:
 def preimport(source: str, folder: Path) -> str | None:
     """Imports what the script will, once for all ranks; returns why its ranks cannot be forked, or None.
 
-    Args:
-        source: the script's text; torch's compiler, 0.8 s, is left out where no optimizer is in sight.
-        folder: where the script finds its own modules.
+    Torch's compiler, 0.8 s, is left out where no optimizer is in sight; `folder` is where the script's modules lie.
     """
     _drop_own_path()
     try:
@@ -200,28 +198,13 @@ def fork(
     stderr: int,
     keep: Sequence[int] = (),
 ) -> ForkedProcess:
-    """Starts a rank as a copy of this process, in a session of its own.
-
-    Args:
-        task: what it does.
-        environment: all its variables.
-        stdin: a descriptor, or None for nothing to read.
-        stdout: where its standard output goes.
-        stderr: the same for standard error.
-        keep: other descriptors that it keeps, under the same numbers.
-    """
+    """Starts a rank as a copy of this process, in a session of its own; without `stdin` it has nothing to read."""
     kept = [*task.descriptors(), *keep]
     return _forked(partial(_run_rank_process, task), environment, (stdin, stdout, stderr), kept)
 
 
 def fork_command(arguments: Sequence[str], environment: Mapping[str, str], output: int) -> ForkedProcess:
-    """Starts `samestep ARGUMENTS` as a copy of this process, in a session of its own, with nothing to read.
-
-    Args:
-        arguments: what follows the program's name.
-        environment: all its variables.
-        output: a descriptor for its standard output and standard error.
-    """
+    """Starts `samestep ARGUMENTS` as a copy of this process, in a session of its own, with nothing to read."""
     return _forked(partial(_command, list(arguments)), environment, (None, output, output), [])
 
 

@@ -34,11 +34,8 @@ _SOURCE = "import samestep"  # what is started here imports all of it sooner or 
 class PreforkServer:
     """Starts ranks that answer calls, and launchers; its process starts with it, and ends at :meth:`close`.
 
-    Several threads may use one.
-
-    Args:
-        variables: environment variables laid over this process's own; those that torch reads at its import count here.
-        modules: imported beside torch and samestep.
+    Several threads may use one. `variables` are laid over this process's own, and those that torch reads at its import
+    count here; `modules` are imported beside torch and samestep.
     """
 
     def __init__(self, variables: Mapping[str, str | None], modules: Iterable[str] = ()) -> None:
