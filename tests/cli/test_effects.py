@@ -97,7 +97,7 @@ def test_a_benchmark_runs_on_as_many_ranks_as_asked_for(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(step, "spawn", spawn)
-    monkeypatch.setattr(step, "installed", list)  # no other library
+    monkeypatch.setattr(step, "installed_peers", list)  # no other library
     assert main(["bench", "step", "-n", "3", "--repeats", "2"]) == 130
     assert asked == [3]
 
