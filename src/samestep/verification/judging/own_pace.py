@@ -1,7 +1,8 @@
 """Whether one process that goes its own way, with samples and draws of its own, steps with the ranks' gradients.
 
 Then it is one training, whatever the ranks cut or draw, and however their gradients are made: by an evolution strategy,
-say, without a backward pass. Rounding adds up from step to step, so a difference tells nothing.
+say, without a backward pass, or by an optimizer that keeps them to itself, whose steps are compared instead. Rounding
+adds up from step to step, so a difference tells nothing.
 """
 
 from __future__ import annotations
@@ -42,9 +43,20 @@ def worst_error(record: Record, alone: Record, steps: list[Event]) -> float | No
             continue
         if other["optimizer"] != step["optimizer"]:
             return None
-        used = record.gradients(step)
-        apart = numerics.distance(used, alone.gradients(other)).worst
-        if not apart <= numerics.limit(0.0, used):
+        ours, own = record.gradients(step), alone.gradients(other)
+        if numerics.are_zero(ours) and numerics.are_zero(own):  # the optimizer asks for gradients by itself
+            ours, own = _moves(record, step), _moves(alone, other)
+        apart = numerics.distance(ours, own).worst
+        if not apart <= numerics.limit(0.0, ours):
             return None
-        worst, seen = max(worst, apart), seen + (not numerics.are_zero(used))
+        worst, seen = max(worst, apart), seen + (not numerics.are_zero(ours))
     return worst if seen >= _FEWEST else None
+
+
+def _moves(record: Record, step: Event) -> numerics.Gradients:
+    """How far a step moves the parameters; nothing where that was not kept."""
+    state = None if record.updated(step) is None else record.state(step["window"])
+    if state is None:
+        return {}
+    before, after = state["parameters"].get(step["optimizer"], {}), record.update(step)["parameters"]
+    return {name: after[name] - one for name, one in before.items() if name in after}
