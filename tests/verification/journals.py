@@ -42,7 +42,7 @@ def trained(folder: Path, gradients: Sequence[torch.Tensor], more: Sequence[Even
         torch.save({"w": gradient}, value_path(folder, 0, number))
         events += [
             {"kind": "rates", "event": number, "optimizer": 0, "rates": [0.1]},
-            {"kind": "window", "number": number, "others": {}},
+            {"kind": "window", "number": number, "others": {}, "kept": None},
             {"kind": "backward", "window": number, "where": "train.py:25"},
             step(number, "g", kept=number, **of_steps),
             stepped(number),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from journals import Event, ended, passed, record, step, stepped
+from journals import Event, ended, findings, passed, record, step, stepped
 
 from samestep.verification.findings import NOT_REACHED
 from samestep.verification.judging import storage
@@ -250,3 +250,28 @@ def test_behind_a_save_between_two_epochs_the_whole_next_one_is_used() -> None:
     first = passed([0, 1], samples=2)
     again = passed([1, 0], samples=2, number=1, window=1)
     assert [*judge_resumed(record([*first, save(WHOLE, state=None), load(WHOLE), *again]))] == []
+
+
+@pytest.mark.parametrize(
+    ("places", "digests", "is_found"),
+    [
+        (["[0, 0]+[2, 3] a", "[2, 0]+[2, 3] b"], "xy", True),
+        (["[0, 0]+[2, 3] a", "[2, 0]+[2, 3] b"], "xx", False),  # alike on all ranks
+        (["[0, 0]+[4, 3] a", "[4, 0]+[4, 3] b"], "xy", False),  # no part: statistics of each rank's samples, say
+        (["a", "a"], "xy", False),  # nothing is cut
+    ],
+)
+def test_parts_that_are_saved_together_as_plain_tensors_are_found(
+    places: list[str], digests: str, *, is_found: bool
+) -> None:
+    ranks: list[list[Event]] = [
+        [
+            {"kind": "start", "parameters": {"w": place}, "buffers": {}},
+            {"kind": "save_together", "where": "train.py:9", "plain": {"average.w": [digest, [2, 3]]}},
+        ]
+        for place, digest in zip(places, digests, strict=True)
+    ]
+    found = findings(storage, record(*ranks))
+    assert [(one.code, one.tensor, one.where) for one in found] == [
+        ("checkpoint-inexact", "average.w", "train.py:9")
+    ] * is_found

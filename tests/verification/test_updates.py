@@ -80,6 +80,23 @@ def test_another_state_behind_the_step_is_found(tmp_path: Path, ours: Any, right
     assert "the state 'kept' of w" in found.cause
 
 
+@pytest.mark.parametrize(("moved", "is_found"), [(1e-17, False), (1e-5, True)])
+def test_an_update_that_is_nearly_zero_is_held_against_the_usual_one(
+    tmp_path: Path, moved: float, *, is_found: bool
+) -> None:
+    """The shift behind a normalisation: its gradient is zero, and its value what rounding has made of it."""
+    ours, whole = stepping(tmp_path / "ranks", BEFORE).record, stepping(tmp_path / "alone", BEFORE)
+    for folder, times in ((ours.folder, 1.0), (whole.record.folder, 1.02)):
+        shift, zeros = torch.full((4,), moved * times), torch.zeros(4)
+        begun = {"parameters": {0: {"w": BEFORE, "shift": zeros}}, "buffers": {}, "states": {}}
+        torch.save(begun, value_path(folder, 0, 7))
+        torch.save({"parameters": {"w": BEFORE + UPDATE, "shift": shift}, "states": {}}, value_path(folder, 0, 8))
+    other = Rank(1, [{**event, "kept": None} if "kept" in event else event for event in ours.ranks[0].events])
+    report = Report(ranks=2)
+    Updates(Record(ours.folder, [ours.ranks[0], other]), whole, Others(lambda: whole, list)).judge(report)
+    assert [one.tensor for one in report.errors] == ["shift"] * is_found
+
+
 def test_a_parameter_that_no_step_moves_proves_nothing(tmp_path: Path) -> None:
     assert judged(tmp_path, BEFORE, BEFORE).coverage["updates"] == "not checked: no step changes a parameter"
 

@@ -634,3 +634,58 @@ def test_gradients_of_one_process_that_goes_its_own_way(
     report = Report(ranks=2)
     own_pace.judge(ours, alone, ours.kept_steps, report)
     assert report.coverage.get("gradients") == said
+
+
+def moving(folder: Path, *moves: torch.Tensor) -> Record:
+    """An optimizer that asks for gradients by itself: none is there, and a parameter moves."""
+    events = trained(folder, [torch.zeros(4)] * len(moves)).record.ranks[0].events
+    for number, move in enumerate(moves):
+        state = {"parameters": {0: {"w": torch.ones(4)}}, "buffers": {}, "states": {}}
+        torch.save(state, value_path(folder, 0, 10 + number))
+        torch.save({"parameters": {"w": torch.ones(4) + move}, "states": {}}, value_path(folder, 0, 20 + number))
+        events.append({"kind": "updated", "event": number, "kept": 20 + number, "evaluations": 0})
+    kept = [{**one, "kept": 10 + one["number"]} if one["kind"] == "window" else one for one in events]
+    return Record(folder, [Rank(0, kept)])
+
+
+@pytest.mark.parametrize(("other", "said"), [(ONE, "agrees"), (1.01 * ONE, None)])
+def test_steps_of_one_process_that_goes_its_own_way_stand_for_gradients_that_nobody_sees(
+    other: torch.Tensor, said: str | None, tmp_path: Path
+) -> None:
+    ours, alone, report = (
+        moving(tmp_path / "ours", ONE, OTHER),
+        moving(tmp_path / "alone", other, OTHER),
+        Report(ranks=2),
+    )
+    own_pace.judge(ours, alone, ours.kept_steps, report)
+    assert report.coverage.get("gradients") == said
+
+
+def beginning(folder: Path, gradients: list[torch.Tensor], parameters: list[torch.Tensor]) -> Record:
+    """A process that has kept the parameters that its steps begin with, too."""
+    events = trained(folder, gradients).record.ranks[0].events
+    for number, parameter in enumerate(parameters):
+        state = {"parameters": {0: {"w": parameter}}, "buffers": {}, "states": {}}
+        torch.save(state, value_path(folder, 0, 10 + number))
+    kept = [{**one, "kept": 10 + one["number"]} if one["kind"] == "window" else one for one in events]
+    return Record(folder, [Rank(0, kept)])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "begun", "is_found"),
+    [
+        (ONE, MEAN, ONE, True),
+        (OTHER, MEAN, ONE, False),  # one process has other samples from the beginning
+        (ONE, OTHER * (1 + 1e-3), ONE, False),  # what rounding may have made of it
+        (ONE, MEAN, 2 * ONE, False),  # another step was made of the first gradient
+    ],
+)
+def test_gradients_that_part_from_one_process_behind_equal_steps_are_found(
+    first: torch.Tensor, second: torch.Tensor, begun: torch.Tensor, tmp_path: Path, *, is_found: bool
+) -> None:
+    """Observations are standardised with statistics that each rank gathers by itself: none before the first step."""
+    ours = beginning(tmp_path / "ours", [ONE, OTHER], [ONE, ONE])
+    alone = beginning(tmp_path / "alone", [first, second], [ONE, begun])
+    report = Report(ranks=2)
+    own_pace.judge(ours, alone, ours.kept_steps, report)
+    assert [(one.code, one.step) for one in report.errors] == [("gradient-differs", 1)] * is_found

@@ -13,7 +13,7 @@ from samestep.instrument.callbacks import call, listeners, notify
 from samestep.instrument.patch import Group, is_own, user_line
 from samestep.launch.rank.user_code import relative_path
 
-saves_and_loads = Group()  # reports torch.save and torch.load
+saves_and_loads = Group()  # reports torch.save, torch.load, and save of torch.distributed.checkpoint
 prints = Group()  # what the script prints on standard output, or logs
 spawns = Group()  # torch.multiprocessing's `spawn` and `start_processes`, and Process.start
 
@@ -46,6 +46,12 @@ def _load(original: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
     obj = original(f, *args, **kwargs)
     notify("load", value=obj, path=_path(f), where=user_line())
     return obj
+
+
+@saves_and_loads.patch("torch.distributed.checkpoint.state_dict_saver", "save", package="torch.distributed.checkpoint")
+def _save_together(original: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    notify("save_together", value=state_dict, where=user_line())
+    return original(state_dict, *args, **kwargs)
 
 
 def _path(file: Any) -> str:

@@ -1,14 +1,17 @@
 """Whether one process that goes its own way, with samples and draws of its own, steps with the ranks' gradients.
 
 Then it is one training, whatever the ranks cut or draw, and however their gradients are made: by an evolution strategy,
-say, without a backward pass. Rounding adds up from step to step, so a difference tells nothing.
+say, without a backward pass, or by an optimizer that keeps them to itself, whose steps are compared instead. If they
+differ, one process may have other samples; but not if the first steps agree, and parameters, too, behind them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from samestep.text import plural
 from samestep.verification import numerics
-from samestep.verification.findings import AGREES
+from samestep.verification.findings import AGREES, Finding
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
 from samestep.verification.report import Report
@@ -16,12 +19,15 @@ from samestep.verification.report import Report
 __all__: list[str] = []
 
 _FEWEST = 2  # steps: the second one shows what the first has made
+_FAR = 1e-2  # of the gradients' norm; what rounding has made of the first steps is less
 
 
 def judge(record: Record, alone: Record, steps: list[Event], report: Report) -> None:
-    """Adds that the gradients of these steps, whose values were kept, are those of one process, if they are."""
+    """Adds that the gradients of these steps, whose values were kept, are those of one process, or are so no more."""
     worst = worst_error(record, alone, steps)
-    if worst is not None:
+    if worst is None:
+        report.add(_parted(record, alone, steps))
+    else:
         told = f"worst error {worst:.1e}, {plural(len(steps), 'step')} of one process that goes its own way"
         report.cover("gradients", AGREES, told)
 
@@ -34,17 +40,60 @@ def worst_error(record: Record, alone: Record, steps: list[Event]) -> float | No
         alone: of one process that goes its own way.
         steps: of the ranks, whose values were kept.
     """
-    theirs = {step["event"]: step for rank in alone.ranks for step in rank.steps if step["kept"] is not None}
     worst, seen = 0.0, 0
-    for step in steps:
-        other = theirs.get(step["event"])
-        if other is None:
-            continue
+    for step, other in _pairs(alone, steps):
         if other["optimizer"] != step["optimizer"]:
             return None
-        used = record.gradients(step)
-        apart = numerics.distance(used, alone.gradients(other)).worst
-        if not apart <= numerics.limit(0.0, used):
+        ours, own = record.gradients(step), alone.gradients(other)
+        if numerics.are_zero(ours) and numerics.are_zero(own):  # the optimizer asks for gradients by itself
+            ours, own = _moves(record, step), _moves(alone, other)
+        apart = numerics.distance(ours, own).worst
+        if not apart <= numerics.limit(0.0, ours):
             return None
-        worst, seen = max(worst, apart), seen + (not numerics.are_zero(used))
+        worst, seen = max(worst, apart), seen + (not numerics.are_zero(ours))
     return worst if seen >= _FEWEST else None
+
+
+def _pairs(alone: Record, steps: list[Event]) -> Iterator[tuple[Event, Event]]:
+    theirs = {step["event"]: step for rank in alone.ranks for step in rank.steps if step["kept"] is not None}
+    yield from ((step, theirs[step["event"]]) for step in steps if step["event"] in theirs)
+
+
+def _parted(record: Record, alone: Record, steps: list[Event]) -> Iterator[Finding]:
+    """Whether the ranks begin with one process's gradients, and have others later, from the same parameters."""
+    before = None
+    for step, other in _pairs(alone, steps):
+        ours, own = record.gradients(step), alone.gradients(other)
+        if other["optimizer"] != step["optimizer"] or numerics.are_zero(ours):
+            return
+        limit = numerics.limit(0.0, ours)
+        if numerics.distance(ours, own).worst <= limit:
+            before = step
+            continue
+        states = [one.state(at["window"]) for one, at in ((record, step), (alone, other))]
+        if before is None or None in states:
+            return
+        mine, theirs = (state["parameters"].get(step["optimizer"], {}) for state in states)
+        apart = numerics.distance(ours, own)
+        if apart.whole > _FAR and mine.keys() == theirs.keys() and numerics.distance(mine, theirs).worst <= limit:
+            yield Finding(
+                code="gradient-differs",
+                step=step["event"],
+                tensor=apart.tensor,
+                where=record.ranks[0].backward_of(step),
+                cause=f"at step {before['event']} the ranks' gradients are those of one process that goes its own way, "
+                f"and at step {step['event']}, from the same parameters, they are not: an error of {apart.whole:.1e} "
+                "of their norm. What is neither a parameter nor a sample has come apart, such as statistics that each "
+                "rank gathers by itself",
+                fix="make what steps leave behind, beside parameters, of the samples of all ranks",
+            )
+        return
+
+
+def _moves(record: Record, step: Event) -> numerics.Gradients:
+    """How far a step moves the parameters; nothing where that was not kept."""
+    state = None if record.updated(step) is None else record.state(step["window"])
+    if state is None:
+        return {}
+    before, after = state["parameters"].get(step["optimizer"], {}), record.update(step)["parameters"]
+    return {name: after[name] - one for name, one in before.items() if name in after}

@@ -134,8 +134,7 @@ class Comparison:
         if others and not self._are_those_of_one_process(common):
             if not self._compare_in_turn(common, report):
                 average.judge(self.record, common, report)
-                if self.others.own_pace is not None and report.is_open("gradients"):
-                    own_pace.judge(self.record, self.others.own_pace(), common, report)
+                self._compare_own_pace(common, report)
                 self._judge_repeated(common, report)
             return
         self._compare(common, report, are_multiples=others)
@@ -207,6 +206,10 @@ class Comparison:
             self._judge_repeated(common, report)
         return is_told
 
+    def _compare_own_pace(self, common: list[Event], report: Report) -> None:
+        if self.others.own_pace is not None and report.is_open("gradients"):
+            own_pace.judge(self.record, self.others.own_pace(), common, report)
+
     def _judge_repeated(self, common: list[Event], report: Report) -> None:
         if report.coverage.get("gradients") in {AGREES, DECLARED}:
             found = repeated.finding(self.record, self.whole, common)
@@ -220,6 +223,7 @@ class Comparison:
         alone = self.whole.gradients
         if all(numerics.are_zero(self._recorded(one)) and numerics.are_zero(alone(one["event"])) for one in common):
             report.cover("gradients", unchecked(EVERY_ZERO))
+            self._compare_own_pace(common, report)
             return
         apart = {event["event"]: self._apart(event) for event in common}
         worst = max(one.worst for one in apart.values())

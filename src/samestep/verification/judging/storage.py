@@ -26,6 +26,7 @@ def judge(record: Record, report: Report) -> None:
     compared, unknown = False, []
     report.add(_without_buffers(record))
     report.add(_nothing_loaded(record))
+    report.add(_parts_saved_as_whole(record))
     for rank, event in resumed:
         before = [(saver, save) for saver, save in saves if "state" in save and _is_of(save, rank, event)]
         if not before:
@@ -72,6 +73,27 @@ def _without_buffers(record: Record) -> Iterator[Finding]:
                     fix="torch.save(model.state_dict(), …), which has both",
                 )
                 return
+
+
+def _parts_saved_as_whole(record: Record) -> Iterator[Finding]:
+    """Whether torch.distributed.checkpoint is given parts as plain tensors: of one name it writes one rank's."""
+    told = [rank.of("save_together") for rank in record.ranks]
+    starts = [start for rank in record.ranks for start in rank.of("start")[:1]]
+    places = [place_of(digest) for start in starts for digest in start["parameters"].values()]
+    for saves in zip(*told, strict=False):
+        first = saves[0]["plain"]
+        apart = [name for name, one in first.items() if any(other["plain"].get(name, one) != one for other in saves)]
+        parts = [name for name in apart if any(place.endswith(f"+{first[name][1]}") for place in places)]
+        if parts:
+            yield Finding(
+                code="checkpoint-inexact",
+                tensor=parts[0],
+                where=saves[0]["where"],
+                cause=f"each rank saves its own part as a plain tensor ({listed(parts)}), and "
+                "torch.distributed.checkpoint takes plain tensors of one name for alike: it writes those of one rank",
+                fix="save the DTensor in place of what to_local() returns, or give each rank's part a name of its own",
+            )
+            return
 
 
 def _state_of(rank: Rank, saver: Rank, save: Event) -> Event | None:

@@ -8,7 +8,7 @@ whole tensor, a part of the state that a rank does not have.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__: list[str] = []
 
 _ROUNDINGS_OF_VALUES = 8.0  # units in the last place of a parameter, which hide a small update
 _SAME = 1e-3  # of a factor
+_SMALL = 1e-2  # of the usual update; a tensor that moves less is held against this
 _FOR_ONE = "compute each parameter's update from the whole tensor and from values that all ranks share"
 
 
@@ -144,11 +145,14 @@ class Updates:
         before = record.state(step["window"])["parameters"].get(step["optimizer"], {})
         ours, theirs = _made(record, step), alone.update(step["event"])
         coarsest = record.sent_in(step) if record.averages_within(step) else 0.0
+        both = {}
         for name, right in theirs["parameters"].items():
             mine, earlier = ours["parameters"].get(name), before.get(name)
-            if mine is None or earlier is None or mine.shape != right.shape or earlier.shape != right.shape:
-                continue
-            yield _of_parameter(name, mine, right, earlier, coarsest)
+            if mine is not None and earlier is not None and mine.shape == earlier.shape == right.shape:
+                both[name] = mine, right, earlier
+        usual = _usual([(right, earlier) for _, right, earlier in both.values()])
+        for name, (mine, right, earlier) in both.items():
+            yield _of_parameter(name, mine, right, earlier, usual, coarsest)
         for name, state in theirs["states"].items():
             for key, right in state.items():
                 mine = ours["states"].get(name, {}).get(key)
@@ -182,9 +186,10 @@ class Updates:
         """How far two runs of the script alone come apart in a step."""
         before = self.record.state(step["window"])["parameters"].get(step["optimizer"], {})
         first, second = one.update(step["event"]), other.update(step["event"])
+        usual = _usual([(right, before[name]) for name, right in first["parameters"].items() if name in before])
         for name, right in first["parameters"].items():
             if name in before and name in second["parameters"]:
-                yield _of_parameter(name, second["parameters"][name], right, before[name])
+                yield _of_parameter(name, second["parameters"][name], right, before[name], usual)
         for name, state in first["states"].items():
             for key, right in state.items():
                 yield _of_state(name, key, second["states"].get(name, {}).get(key, right), right)
@@ -225,12 +230,21 @@ def _made(record: Record, step: Event) -> Any:
     return {"parameters": parameters, "states": {}}
 
 
-def _of_parameter(name: str, mine: Any, right: Any, before: Any, coarsest: float = 0.0) -> _Difference:
+def _usual(pairs: Sequence[tuple[Any, Any]]) -> float:
+    """Returns how far one number moves in a step: the root of the mean square over all parameters."""
+    moved = [numerics.vector(after) - numerics.vector(before) for after, before in pairs]
+    numbers = sum(one.numel() for one in moved)
+    usual = math.sqrt(sum(float(one.square().sum()) for one in moved) / numbers) if numbers else 0.0
+    return usual if math.isfinite(usual) else 0.0
+
+
+def _of_parameter(name: str, mine: Any, right: Any, before: Any, usual: float, coarsest: float = 0.0) -> _Difference:
+    """An update that is nearly zero is held against the `usual` one: its true value may be zero."""
     one, other, start = (numerics.vector(value) for value in (mine, right, before))
     update, moved = other - start, one - start
-    norm = max(float(update.norm()), float(moved.norm()))
-    if norm == 0.0:
+    if not update.any() and not moved.any():
         return _Difference(name, None, math.nan, 0.0, None)
+    norm = max(float(update.norm()), float(moved.norm()), _SMALL * usual * math.sqrt(one.numel()))
     unit = numerics.unit({name: mine})
     error = float((one - other).norm()) / norm
     hidden = _ROUNDINGS_OF_VALUES * unit * float(other.norm()) / norm

@@ -584,6 +584,8 @@ class Recorder(Witness):
             self._note_scaled_clipping(fields["where"], fields["most"])
             self.journal.write(kind, window=self.window, where=fields["where"])
             return
+        if kind == "save_together":
+            fields["plain"] = _plain_in(fields.pop("value"))
         if kind in {"save", "load"}:
             if kind == "save":
                 fields |= self.sizes_of_saved(fields["value"])
@@ -672,6 +674,17 @@ def _digests_in(value: Any) -> dict[str, str]:
     from samestep.verification.recording.passes import tensors_in
 
     return {name: digest(tensor) for name, tensor in tensors_in(value)}
+
+
+def _plain_in(value: Any) -> dict[str, tuple[str, list[int]]]:
+    """Name -> digest and shape of the tensors that torch.distributed.checkpoint takes for alike on all ranks."""
+    import torch
+
+    from samestep.runtime.digest import digest
+    from samestep.verification.recording.passes import tensors_in
+
+    plain = {name: one for name, one in tensors_in(value) if type(one) in {torch.Tensor, torch.nn.Parameter}}
+    return {name: (digest(one), list(one.shape)) for name, one in plain.items()}
 
 
 def _frame() -> Any:
