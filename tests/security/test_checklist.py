@@ -224,7 +224,7 @@ def test_what_the_launcher_says_of_a_script_cannot_clear_the_terminal(tmp_path, 
 SERVERS = {"http", "socketserver", "wsgiref", "xmlrpc", "aiohttp", "flask", "fastapi", "uvicorn", "tornado"}
 DOWNLOADS = {"urllib.request", "requests", "httpx", "urllib3", "ftplib", "http.client", "huggingface_hub", "torch.hub"}
 OTHER_FORMATS = {"yaml", "shelve", "dill", "joblib", "configparser", "cPickle", "xml"}
-IN_MEMORY = {"reporting/packed.py"}  # what it has itself packed, and never a file
+IN_MEMORY = {"reporting/run_log.py"}  # what it has itself packed, and never a file
 BY_NAME = {  # a table's, a function's own or the user's word on the command line, and never what a file says
     *("__init__.py", "bench/__init__.py", "cli/__init__.py", "recipes/models.py", "runtime/mpi/library.py"),
     *(
