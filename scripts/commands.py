@@ -33,7 +33,7 @@ def main() -> int:
 
 def page() -> str:
     """Returns the page."""
-    rows = [f"| [`samestep {name}`](#samestep-{name}) | {COMMANDS[name].summary} |\n" for name in COMMANDS]
+    rows = [f"| [`samestep {name}`](#samestep-{name}) | {summary} |\n" for name, summary in COMMANDS.items()]
     with ThreadPoolExecutor(2) as pool:
         parts = [
             f"\n## samestep {name}\n\n```\n{text}\n```\n"
