@@ -72,11 +72,7 @@ class Report:
     def undecided(self) -> list[str]:
         """The properties that were not checked and decide: an evaluation, too, of which an outcome was seen."""
         names = [name for name in PROPERTIES if name in DECISIVE or (name == "evaluation" and self.has_evaluated)]
-        return [name for name in names if self.is_open(name)]
-
-    def is_open(self, name: str) -> bool:
-        """Whether nothing is known of a property."""
-        return self.coverage.get(name, "not checked").startswith("not checked")
+        return [name for name in names if is_open(self, name)]
 
     @property
     def has_evaluated(self) -> bool:
@@ -143,6 +139,11 @@ class Report:
             "findings": [finding.as_json() for finding in self.findings],
             "coverage": {name: self.coverage.get(name, unchecked("nothing of it was seen")) for name in PROPERTIES},
         }
+
+
+def is_open(report: Report, name: str) -> bool:
+    """Returns whether a property was not checked."""
+    return report.coverage.get(name, "not checked").startswith("not checked")
 
 
 def shown(report: Report, *, verbose: bool = False) -> str:

@@ -25,7 +25,7 @@ from samestep.verification.judging.samples import are_loaded, loads_for_all
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.states import averaged_behind, local_steps
 from samestep.verification.judging.windows import Windows
-from samestep.verification.report import Report
+from samestep.verification.report import Report, is_open
 
 __all__: list[str] = []
 
@@ -207,7 +207,7 @@ class Comparison:
         return is_told
 
     def _compare_own_pace(self, common: list[Event], report: Report) -> None:
-        if self.others.own_pace is not None and report.is_open("gradients"):
+        if self.others.own_pace is not None and is_open(report, "gradients"):
             own_pace.judge(self.record, self.others.own_pace(), common, report)
 
     def _judge_repeated(self, common: list[Event], report: Report) -> None:
