@@ -1,8 +1,9 @@
 """Whether one process that goes its own way, with samples and draws of its own, steps with the ranks' gradients.
 
 Then it is one training, whatever the ranks cut or draw, and however their gradients are made: by an evolution strategy,
-say, without a backward pass, or by an optimizer that keeps them to itself, whose steps are compared instead. If they
-differ, one process may have other samples; but not if the first steps agree, and parameters, too, behind them.
+say, without a backward pass. Where an optimizer keeps them to itself, or averages them while it steps, its steps are
+compared instead. If they differ, one process may have other samples; but not if the first steps agree, and parameters,
+too, behind them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def judge(record: Record, alone: Record, steps: list[Event], report: Report) -> 
     """Adds that the gradients of these steps, whose values were kept, are those of one process, or are so no more."""
     worst = worst_error(record, alone, steps)
     if worst is None:
-        report.add(_parted(record, alone, steps))
+        report.add(() if record.is_averaged_within else _parted(record, alone, steps))
     else:
         told = f"worst error {worst:.1e}, {plural(len(steps), 'step')} of one process that goes its own way"
         report.cover("gradients", AGREES, told)
@@ -45,7 +46,8 @@ def worst_error(record: Record, alone: Record, steps: list[Event]) -> float | No
         if other["optimizer"] != step["optimizer"]:
             return None
         ours, own = record.gradients(step), alone.gradients(other)
-        if numerics.are_zero(ours) and numerics.are_zero(own):  # the optimizer asks for gradients by itself
+        is_hidden = numerics.are_zero(ours) and numerics.are_zero(own)  # the optimizer asks for gradients by itself
+        if is_hidden or record.is_averaged_within:
             ours, own = _moves(record, step), _moves(alone, other)
         apart = numerics.distance(ours, own).worst
         if not apart <= numerics.limit(0.0, ours):

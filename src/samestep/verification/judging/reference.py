@@ -108,6 +108,7 @@ class Comparison:
             used = by_hand.as_used(self.record, self.whole, common, report)
             if used is not None:
                 replace(self, record=used).judge_known(common, report)
+            self._compare_own_pace(common, report)
             return
         if (own := averaged_behind(self.record)) is not None:
             why = f"at step {own} each rank steps with a gradient of its own, and the parameters are averaged behind it"
