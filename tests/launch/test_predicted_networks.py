@@ -79,8 +79,8 @@ def measured(lab, folder, *sizes, meet_at=None, by="rounds"):
     Returns (algorithm, bytes, seconds, predicted seconds).
     """
     (folder / "measure.py").write_text(MEASURE)
-    simulator = Path(__file__).parent.parent / "network" / "message_simulator.py"
-    shutil.copy(simulator, folder)  # which the script imports
+    for name in ("message_simulator.py", "ways.py"):  # which the script imports
+        shutil.copy(Path(__file__).parent.parent / "network" / name, folder)
     started = []
     for number, name in enumerate(lab.names):
         where = ["--nnodes", str(len(lab.names)), "--node-rank", str(number)]
