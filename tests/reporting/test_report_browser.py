@@ -173,7 +173,9 @@ def test_a_narrow_window_needs_no_scrolling_sideways(browser, tmp_path):
 @pytest.mark.prove
 def test_everything_is_printed(browser, tmp_path):
     browser.open(page_of(everything(tmp_path)))
+    browser.settle()  # the page listens for printing once it has unpacked what draws
     browser.print(tmp_path / "report.pdf")
+    browser.settle()
     assert browser.evaluate("[...document.querySelectorAll('.chart')].every((each) => each.querySelector('.main-svg'))")
     assert browser.evaluate("document.getElementById('panel-heat').hidden")  # again, behind it
     assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
