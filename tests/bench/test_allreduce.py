@@ -43,8 +43,8 @@ def test_bandwidths_and_the_limit_follow_from_time_and_size():
     ("kind", "nbytes", "times"),
     [("registered", MIB, 3.5), ("registered", 25 * MIB, 3.5), ("registered", 100 * MIB, 2.5), ("copied", MIB, 1.0)],
 )
-def test_what_is_promised_depends_on_size_and_kind(kind, nbytes, times):
-    assert 1 / allreduce.promised(kind, nbytes) == pytest.approx(times)
+def test_the_target_depends_on_size_and_kind(kind, nbytes, times):
+    assert 1 / allreduce.target(kind, nbytes) == pytest.approx(times)
 
 
 def test_one_rank_has_nothing_to_add():

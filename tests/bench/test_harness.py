@@ -84,7 +84,7 @@ def test_the_true_median_is_outside_of_the_interval_in_one_of_20_cases_at_most(c
     assert outside <= 0.05 < next_outside
 
 
-def test_a_promise_is_kept_or_missed_only_when_the_interval_says_so():
+def test_a_target_is_met_or_missed_only_when_the_interval_says_so():
     assert compare([1.0, 1.25] * 3).kept is True
     assert compare([1.26, 1.3] * 3).kept is False
     assert compare([1.0, 1.3] * 3).kept is None
@@ -104,7 +104,7 @@ def test_the_json_carries_setting_medians_ratio_and_every_time():
         "theirs": {"median": 1.5, "times": [1.0, 1.0, 2.0, 30.0]},
         "ratio": {"median": 1.25, "interval": [1.0, 2.0], "quartiles": [1.0, 1.625]},
         "overhead_percent": 25.0,
-        "promised_percent": 25.0,
+        "target_percent": 25.0,
         "kept": None,
     }
 

@@ -46,7 +46,7 @@ def test_a_job_of_mpiexec_times_every_way():
     assert "MPI" in conditions["mpi"]
 
 
-def test_only_the_way_that_ranks_get_by_default_is_promised():
+def test_only_the_way_that_ranks_get_by_default_has_a_target():
     found = mpi._comparisons("a", "call", {name: [1.0, 2.0] for name in NAMES}, "busy, ")
     assert [(one.name, one.most) for one in found] == [
         ("busy, a, polling / gloo", 1.2),

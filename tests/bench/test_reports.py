@@ -1,4 +1,4 @@
-"""The report of a benchmark has what it is asked for: so many pairs of each comparison, and what is promised of it."""
+"""The report of a benchmark has what it is asked for: so many pairs of each comparison, and its target."""
 
 from __future__ import annotations
 

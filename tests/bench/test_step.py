@@ -58,7 +58,7 @@ def test_what_communication_takes_is_the_step_less_the_same_without_it():
             "lost_ms": 5.0,
             "lost_by_theirs_ms": 24.0,
             "lost_share": 5 / 24,
-            "promised_at_most": 1 / 3,
+            "target_at_most": 1 / 3,
             "times_faster_at_best": 51 / 27,
         }
     )

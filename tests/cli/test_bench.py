@@ -33,7 +33,7 @@ def test_the_table_shows_medians_and_the_verdict(asked, capsys):
     assert bench.main(["step"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "ours │ 2.00 │ 1.00 │ 3.00" in shown
-    assert "overhead +25.0 %, 95 % interval +0.0 % to +50.0 %; promised: at most +2.0 %:" in shown
+    assert "overhead +25.0 %, 95 % interval +0.0 % to +50.0 %; target: at most +2.0 %:" in shown
     assert "inconclusive, take more --repeats" in shown
 
 

@@ -69,7 +69,7 @@ def _comparison(timed: Timed, ranks: int, bytes_per_s: float) -> Comparison:
         "limits": seconds / least,
     }
     name = f"{size_text(timed.nbytes)}, {timed.kind}"
-    most = promised(timed.kind, timed.nbytes)
+    most = target(timed.kind, timed.nbytes)
     return Comparison(name, "all-reduce", tuple(timed.ours), tuple(timed.theirs), most, figures)
 
 
@@ -83,7 +83,7 @@ def _curves(timed: list[Timed], options: Options) -> dict[str, list[tuple[float,
     return curves
 
 
-def promised(kind: str, nbytes: int) -> float:
+def target(kind: str, nbytes: int) -> float:
     if kind == "registered" and nbytes >= MIB:
         return 1 / 3.5 if nbytes <= 25 * MIB else 1 / 2.5
     return 1.0

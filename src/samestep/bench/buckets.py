@@ -2,7 +2,7 @@
 
 Both train the same network on one batch in the same processes, a block of steps each in turn, once the buckets of the
 one are decided; over gloo, where all-reduces run beside the backward, and as it comes, where ranks of one host add in
-shared memory. The promise is not a gain, for where the default is right there is none: it is that measuring never costs
+shared memory. The target is not a gain, for where the default is right there is none: it is that measuring never costs
 more than the noise of measuring.
 """
 

@@ -55,7 +55,7 @@ class Comparison:
     unit: str  # the work that one time is for, such as "step"
     ours: tuple[float, ...]
     theirs: tuple[float, ...]
-    most: float | None = None  # the ratio promised at most, or None where nothing is promised
+    most: float | None = None  # the target: the largest ratio; None without one
     figures: dict[str, float] = field(default_factory=dict)  # what else was found out, by name
 
     @property
@@ -87,7 +87,7 @@ class Comparison:
 
     @property
     def kept(self) -> bool | None:
-        """Whether what was promised is kept; None where nothing is promised, or too few pairs cannot tell."""
+        """Whether the target is met; None without a target, or where too few pairs cannot tell."""
         lower, upper = self.interval
         if self.most is None or not self.is_enough or lower <= self.most < upper:
             return None
@@ -102,7 +102,7 @@ class Comparison:
             "theirs": {"median": median(self.theirs), "times": list(self.theirs)},
             "ratio": {"median": self.ratio, "interval": list(self.interval), "quartiles": list(self.quartiles)},
             "overhead_percent": 100 * (self.ratio - 1),
-            "promised_percent": None if self.most is None else 100 * (self.most - 1),
+            "target_percent": None if self.most is None else 100 * (self.most - 1),
             "kept": self.kept,
             **self.figures,
         }
@@ -131,7 +131,7 @@ class Report:
     rows: tuple[str, ...] = ()  # figures to show beside the times, where each comparison is to be one row of a table
     # by name, (bytes, GB/s) of what the plot shows
     curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    conclusion: str = ""  # what follows, where there is more to say than what was promised
+    conclusion: str = ""  # what follows, where there is more to say than whether targets are met
     legend: str = ""  # what the columns are, for people
     file: str = ""  # a text that --write keeps
 

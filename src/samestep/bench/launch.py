@@ -24,7 +24,7 @@ from samestep.bench.harness import Comparison, Options, Report, interleave
 from samestep.errors import SamestepError
 from samestep.rankenv import child_environment
 
-FASTER_THAN_TORCHRUN = {4: 2.8}  # promised for so many ranks on 2 cores
+FASTER_THAN_TORCHRUN = {4: 2.8}  # target for so many ranks on 2 cores
 MOST_OF_ONE_PROCESS = {2: 1.3}
 RUN_DIR = "{place}/run"
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -49,9 +49,9 @@ def run(options: Options) -> Report:
     module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     with_torchrun = interleave(ours, functools.partial(_first_sum, module, ranks), pairs=pairs, warmup=1)
     with_one = interleave(ours, functools.partial(_first_sum, [], 1, ALONE), pairs=pairs, warmup=1)
-    promised = FASTER_THAN_TORCHRUN.get(ranks)
+    target = FASTER_THAN_TORCHRUN.get(ranks)
     comparisons = [
-        _comparison("torchrun", with_torchrun, None if promised is None else 1 / promised),
+        _comparison("torchrun", with_torchrun, None if target is None else 1 / target),
         _comparison("one plain process", with_one, MOST_OF_ONE_PROCESS.get(ranks)),
     ]
     setting = {"ranks": ranks, "cores": len(os.sched_getaffinity(0)), "work": "import torch, join, one sum"}

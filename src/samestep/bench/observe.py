@@ -41,11 +41,11 @@ from samestep.runtime.world import World
 RECORDER = "samestep.verification.recording.recorder:Recorder"
 TIMELINE = "samestep.launch.rank.timeline:Timeline"
 CHECKER = "samestep.verification.online.checker:Checker"
-RECORDED = 1.15  # promised of a step whose gradients and parameters are digested
+RECORDED = 1.15  # target of a step whose gradients and parameters are digested
 CHECKED = 1.02  # of a step under --check
 EVENTFUL = 1.01  # of a step whose events are kept
-EVENTS_S = 1e-4  # promised for the events of a step of 10 ms: both threads' time, the record in memory included
-DIGEST_S = 0.025  # promised for DIGESTED bytes on one core
+EVENTS_S = 1e-4  # target for the events of a step of 10 ms: both threads' time, the record in memory included
+DIGEST_S = 0.025  # target for DIGESTED bytes on one core
 DIGESTED = 100_000_000
 STEPS = 16  # in a block
 NOTED_STEPS = 300
@@ -224,7 +224,7 @@ def _peak() -> int:
 
 
 def _notes(repeats: int = 30) -> Comparison:
-    """What a script's usual calls of :mod:`samestep.progress` cost with events, held against what is promised."""
+    """What a script's usual calls of :mod:`samestep.progress` cost with events, held against its target."""
     times = []
     for _ in range(repeats):
         with TemporaryDirectory(prefix="samestep-bench-") as folder:
@@ -260,7 +260,7 @@ def _note_step() -> None:
 
 
 def _digests(repeats: int = 30) -> Comparison:
-    """The digest of 100 MB on one core, held against what is promised for it."""
+    """The digest of 100 MB on one core, held against its target."""
     tensor = torch.arange(DIGESTED // 4, dtype=torch.int32)
     digest(tensor)
     times = []

@@ -75,7 +75,7 @@ def lost(ours: tuple[float, ...], theirs: tuple[float, ...], alone: tuple[float,
         "lost_ms": 1e3 * mine,
         "lost_by_theirs_ms": 1e3 * other,
         "lost_share": share,
-        "promised_at_most": LOST,
+        "target_at_most": LOST,
         "times_faster_at_best": median(theirs) / without,
     }
 

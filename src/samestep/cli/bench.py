@@ -126,7 +126,7 @@ def _show(report: Report) -> None:
     if report.rows:
         console.print(_rows(report))
         console.print(report.legend, end="\n\n" if report.legend else "")
-        console.print(report.conclusion or _kept(report))
+        console.print(report.conclusion or _of_targets(report))
         return
     for comparison in report.comparisons:
         console.print(_table(comparison))
@@ -164,12 +164,12 @@ def _spaced(name: str) -> str:
     return name.replace("_per_", "/").replace("_", " ")
 
 
-def _kept(report: Report) -> str:
-    promised = [one for one in report.comparisons if one.most is not None]
-    verdicts = {verdict: [one.name for one in promised if one.kept is verdict] for verdict in (False, None)}
+def _of_targets(report: Report) -> str:
+    held = [one for one in report.comparisons if one.most is not None]
+    verdicts = {verdict: [one.name for one in held if one.kept is verdict] for verdict in (False, None)}
     missed = f"Missed: {'; '.join(verdicts[False])}. " if verdicts[False] else ""
     open_ = f"Inconclusive, take more --repeats: {'; '.join(verdicts[None])}." if verdicts[None] else ""
-    return missed + open_ or "All that was promised is kept."
+    return missed + open_ or "All targets are met."
 
 
 def _conclusion(comparison: Comparison) -> str:
@@ -180,10 +180,10 @@ def _conclusion(comparison: Comparison) -> str:
         text = f"{1 / comparison.ratio:.2f} times as fast, 95 % interval {worst:.2f} to {best:.2f}"
     if comparison.most is None:
         return text
-    promise = f"at most {_percent(comparison.most)}" if comparison.most > 1 else "no slower"
-    promise = f"at least {1 / comparison.most:.3g} times" if comparison.most < 1 else promise
-    verdict = {True: "kept", False: "missed", None: "inconclusive, take more --repeats"}[comparison.kept]
-    return f"{text}; promised: {promise}: {verdict}"
+    target = f"at most {_percent(comparison.most)}" if comparison.most > 1 else "no slower"
+    target = f"at least {1 / comparison.most:.3g} times" if comparison.most < 1 else target
+    verdict = {True: "met", False: "missed", None: "inconclusive, take more --repeats"}[comparison.kept]
+    return f"{text}; target: {target}: {verdict}"
 
 
 def _percent(ratio: float) -> str:
