@@ -689,3 +689,16 @@ def test_gradients_that_part_from_one_process_behind_equal_steps_are_found(
     report = Report(ranks=2)
     own_pace.judge(ours, alone, ours.kept_steps, report)
     assert [(one.code, one.step) for one in report.errors] == [("gradient-differs", 1)] * is_found
+
+
+@pytest.mark.parametrize(("window", "is_found"), [(0, True), (1, False)])
+def test_gradients_do_not_part_where_a_later_step_draws_what_the_first_does_not(
+    window: int, tmp_path: Path, *, is_found: bool
+) -> None:
+    """Noise that begins with the second step may be each rank's own."""
+    ours = beginning(tmp_path / "ours", [ONE, OTHER], [ONE, ONE])
+    alone = beginning(tmp_path / "alone", [ONE, MEAN], [ONE, ONE])
+    ours.ranks[0].events.append({"kind": "draw", "place": f"{window}|train.py:20|1", "digest": "x"})
+    report = Report(ranks=2)
+    own_pace.judge(ours, alone, ours.kept_steps, report)
+    assert bool(report.errors) == is_found

@@ -29,8 +29,8 @@ def judge(record: Record, alone: Record, steps: list[Event], report: Report) -> 
     if worst is None:
         report.add(() if record.is_averaged_within else _parted(record, alone, steps))
     else:
-        told = f"worst error {worst:.1e}, {plural(len(steps), 'step')} of one process that goes its own way"
-        report.cover("gradients", AGREES, told)
+        compared = plural(len([*_pairs(alone, steps)]), "step")
+        report.cover("gradients", AGREES, f"worst error {worst:.1e}, {compared} of one process that goes its own way")
 
 
 def worst_error(record: Record, alone: Record, steps: list[Event]) -> float | None:
@@ -62,7 +62,11 @@ def _pairs(alone: Record, steps: list[Event]) -> Iterator[tuple[Event, Event]]:
 
 
 def _parted(record: Record, alone: Record, steps: list[Event]) -> Iterator[Finding]:
-    """Whether the ranks begin with one process's gradients, and have others later, from the same parameters."""
+    """Whether the ranks begin with one process's gradients, and have others later, from the same parameters.
+
+    Both steps are of one optimizer, and the second draws at no other line than the first: noise that begins in between
+    may be each rank's own.
+    """
     before = None
     for step, other in _pairs(alone, steps):
         ours, own = record.gradients(step), alone.gradients(other)
@@ -73,7 +77,9 @@ def _parted(record: Record, alone: Record, steps: list[Event]) -> Iterator[Findi
             before = step
             continue
         states = [one.state(at["window"]) for one, at in ((record, step), (alone, other))]
-        if before is None or None in states:
+        if before is None or None in states or before["optimizer"] != step["optimizer"]:
+            return
+        if not _draws_at(record, step) <= _draws_at(record, before):
             return
         mine, theirs = (state["parameters"].get(step["optimizer"], {}) for state in states)
         apart = numerics.distance(ours, own)
@@ -85,11 +91,16 @@ def _parted(record: Record, alone: Record, steps: list[Event]) -> Iterator[Findi
                 where=record.ranks[0].backward_of(step),
                 cause=f"at step {before['event']} the ranks' gradients are those of one process that goes its own way, "
                 f"and at step {step['event']}, from the same parameters, they are not: an error of {apart.whole:.1e} "
-                "of their norm. What is neither a parameter nor a sample has come apart, such as statistics that each "
-                "rank gathers by itself",
-                fix="make what steps leave behind, beside parameters, of the samples of all ranks",
+                "of their norm. Something beside the parameters has come apart: statistics that each rank gathers by "
+                "itself, say, or the samples that it goes on with",
+                fix="compute what is carried from step to step, such as running statistics, over all ranks",
             )
         return
+
+
+def _draws_at(record: Record, step: Event) -> set[str]:
+    places = (draw["place"].split("|") for rank in record.ranks for draw in rank.of("draw"))
+    return {where for window, where, _ in places if window == str(step["window"])}
 
 
 def _moves(record: Record, step: Event) -> numerics.Gradients:
