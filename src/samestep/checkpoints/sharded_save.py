@@ -199,10 +199,10 @@ def parse_report(value: bytes, rank: int) -> dict[str, Any]:
 
 
 class StoreReports:
-    """The reports of some ranks' threads to that of the first; nobody else in the store uses names with their `key`.
+    """Sends the reports of some ranks' threads to the first one's, by names of the store that begin with `key`.
 
     Threads must not talk through a process group: their messages would fall between those of the training. The store's
-    client is locked while somebody waits in it, so the threads have one of their own, and poll.
+    client is locked while a thread waits in it, so the threads have one of their own, and poll.
     """
 
     def __init__(self, rank: int, key: str) -> None:

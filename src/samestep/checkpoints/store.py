@@ -92,7 +92,7 @@ class CheckpointStore:
     def start_save(self, manifest: Manifest, shards: LocalShards, retention: RetentionPolicy) -> SaveResult | None:
         """Begins to write rank 0's ``manifest`` and what every rank holds, and then to delete what has expired.
 
-        Returns what became of the write before it, which is waited for, where nobody has been told yet.
+        Waits for the write before it, and returns its result if it was not returned before.
         """
         parts = self._sharded.plan(shards)
         before = self._writer.wait()

@@ -57,7 +57,7 @@ def write(
 ) -> Path:
     """Writes ``tensors`` of this rank and ``manifest`` into ``directory``; returns the new checkpoint's folder.
 
-    The manifest's digests are filled in here, and its table of tensors where nobody else (`remote`) writes. Where the
+    The manifest's digests are filled in here, and its table of tensors unless other ranks (`remote`) write, too. If the
     disk is full or refuses, here or on another rank, what was there before is untouched.
     """
     manifest = replace(manifest, tensors=manifest.tensors or {key: tensor_entry(one) for key, one in tensors.items()})

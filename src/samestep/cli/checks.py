@@ -120,8 +120,8 @@ def write_json(file: Path | None, told: Any, code: int = 0) -> int:
 def write_text(file: Path | None, text: str, code: int = 0, *, option: str) -> int:
     """Writes a file that an option names, if it names one; returns the exit code, `code`.
 
-    Where it cannot be written after all, that is said, and a code of 0 becomes another: nobody shall take what an
-    earlier command has left there for this one's.
+    If it cannot be written, a message says so, and a code of 0 becomes another: what an earlier command has left there
+    is not taken for this one's.
     """
     if file is None:
         return code

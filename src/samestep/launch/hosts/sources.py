@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -218,7 +219,7 @@ def notify_end(controller: Controller, text: str, code: int) -> None:
 # --- replacements ---------------------------------------------------------------------------------
 
 
-class AgentSource:
+class AgentSource(ABC):
     """Where agents connect that take the place of lost ones, and what makes them come.
 
     Hosts go by their place in the run, from 0; `reasons` say why nobody has come so far, where that is known.
@@ -227,23 +228,23 @@ class AgentSource:
     def __init__(self) -> None:
         self.reasons: dict[int, str] = {}
 
+    @abstractmethod
     def opened(self, loop: Loop) -> AbstractContextManager[Listener]:
         """Lets them connect until left."""
-        raise NotImplementedError
 
+    @abstractmethod
     def waiting_text(self, number: int, host: AgentConnection, limit: str) -> str:
         """Returns what a person should know about the wait for a host, which has a limit."""
-        raise NotImplementedError
 
-    def start(self, number: int, host: AgentConnection) -> None:
-        """Starts one in its place, if nobody is on the way, and if that is done here."""
+    def start(self, number: int, host: AgentConnection) -> None:  # noqa: B027 - a source may only wait
+        """Starts an agent in its place, unless one is on the way or others start it."""
 
     def reject_reason(self, new: AgentConnection) -> str | None:  # noqa: ARG002
         """Returns why an agent that has connected is none of this run; None where it is one."""
         return None
 
-    def reject(self, new: AgentConnection, reason: str) -> None:
-        """Tells an agent that has connected why it cannot stay, if somebody is there to read it."""
+    def reject(self, new: AgentConnection, reason: str) -> None:  # noqa: B027 - no user reads its output
+        """Tells an agent that has connected why it cannot stay, if a user reads its output."""
 
     def accept(self, number: int, new: AgentConnection) -> bool:  # noqa: ARG002
         """Takes note of an agent that has connected; returns whether it still counts."""
