@@ -125,6 +125,10 @@ def test_what_a_library_fills_up_and_gathers_it_may_take_out_again() -> None:
 def test_samples_that_nobody_takes_out_again_are_an_error(more: dict[str, object]) -> None:
     (error,) = judged(evaluates([0, 1], [4, 0], **more), evaluates([2, 3], [5, 0], **more)).errors
     assert (error.code, "twice" in error.cause) == ("evaluation-inexact", True)
+    assert error.where == "train.py:10"
+    more |= {"sampler_made": "train.py:9"}
+    (error,) = judged(evaluates([0, 1], [4, 0], **more), evaluates([2, 3], [5, 0], **more)).errors
+    assert error.where == "train.py:9"
 
 
 def test_samples_that_come_twice_are_in_no_outcome_where_nothing_is_brought_together() -> None:

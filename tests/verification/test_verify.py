@@ -255,10 +255,14 @@ def test_right_scripts_of_the_tenth_round_are_the_same_training(name: str) -> No
 @pytest.mark.prove
 @pytest.mark.parametrize(
     ("name", "code", "line"),
-    [("10/bugs/wells_classes", "evaluation-inexact", "60"), ("9/bugs/digits_warm", "initial-state-differs", "50")],
+    [
+        ("10/bugs/wells_classes", "evaluation-inexact", "60"),
+        ("9/bugs/digits_warm", "initial-state-differs", "50"),
+        ("12/bugs/digits_thirds", "evaluation-inexact", "49"),
+    ],
 )
 def test_bugs_of_blind_rounds_and_their_twins(name: str, code: str, line: str) -> None:
-    """An evaluation of tensors that are no module, and a model that rank 0 trains by itself before the others."""
+    """An evaluation of tensors that are no module, a model that rank 0 trains before the others, and a sampler."""
     (found,) = samestep.verify(ZOO / "blind" / name / "wrong.py").errors
     assert (found.code, (found.where or "").rpartition(":")[2]) == (code, line)
     fixed = samestep.verify(ZOO / "blind" / name / "fixed.py")

@@ -4,7 +4,8 @@ A loader is named by the line that made it and its number among those made there
 on every rank, and in a process of its own, though rank 0 may have one more.
 
 Also read are the order that a sampler would still give, without loading the data, and where datasets of torch's own
-kinds were made (TensorDataset, Subset, ConcatDataset): what such a dataset holds was put into it on that line.
+kinds were made (TensorDataset, Subset, ConcatDataset): what such a dataset holds was put into it on that line. The
+same is known of torch's DistributedSampler.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from samestep.instrument.patch import Group, call_site, caller, on_undo, patch, 
 
 batches = Group()  # reports that a batch is loaded, and which
 passes = Group(batches)  # passes over loaders, with the indices of each batch, and the generators of workers
-datasets = Group()  # notes the line at which every dataset of torch's own kinds is made
+datasets = Group()  # notes the line at which every dataset and sampler of torch's own kinds is made
 
 _OURS = "samestep.data."  # shards' own loader is known by what shards reports
 _MOST = 1 << 22  # samples of a rank's part of a pass
 _LOADER = "torch.utils.data.dataloader"
 _made: Counter[str] = Counter()  # line -> loaders made there
 _passes: Counter[str] = Counter()  # loader -> passes over it
-_datasets: dict[int, tuple[weakref.ref[Any], str]] = {}
+_lines: dict[int, tuple[weakref.ref[Any], str]] = {}  # of datasets and samplers
 
 
 # --- passes ----------------------------------------------------------------------------------
@@ -256,16 +257,21 @@ def _generators_kept(loader: Any) -> Iterator[None]:
 def _patch_datasets(module: Any) -> None:
     for kind in [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, module.Dataset)]:
         if "__init__" in vars(kind):
-            patch(kind, "__init__")(_make_dataset)
+            patch(kind, "__init__")(_make)
 
 
-def _make_dataset(original: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
-    original(dataset, *args, **kwargs)
-    if type(dataset).__module__.startswith("torch."):
-        _datasets[id(dataset)] = weakref.ref(dataset), user_line()
+@datasets.on_import("torch.utils.data.distributed")
+def _patch_samplers(module: Any) -> None:
+    patch(module.DistributedSampler, "__init__")(_make)
 
 
-def made_at(dataset: Any) -> str | None:
-    """Returns "file:line" of where a dataset was made, None where it is none of torch's own."""
-    reference, where = _datasets.get(id(dataset), (None, None))
-    return where if reference is not None and reference() is dataset else None
+def _make(original: Any, made: Any, *args: Any, **kwargs: Any) -> None:
+    original(made, *args, **kwargs)
+    if type(made).__module__.startswith("torch."):
+        _lines[id(made)] = weakref.ref(made), user_line()
+
+
+def made_at(one: Any) -> str | None:
+    """Returns "file:line" of where a dataset or sampler was made, None where its line is not noted."""
+    reference, where = _lines.get(id(one), (None, None))
+    return where if reference is not None and reference() is one else None

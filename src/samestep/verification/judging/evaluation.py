@@ -598,7 +598,7 @@ def _split(group: list[Pass], beside: set[int | None]) -> Iterator[Finding]:
         what += [f"{plural(missing, 'sample')} never"] if missing else []
         yield Finding(
             code="evaluation-inexact",
-            where=group[0].about["key"].rpartition("#")[0],
+            where=group[0].divided_at,
             cause=f"the ranks together evaluate {' and '.join(what)}, of {size}",
             fix=f"DataLoader(…, sampler=range(rank, len(dataset), world_size)), which does not pad; {_SUMS}",
         )

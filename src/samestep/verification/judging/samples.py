@@ -73,6 +73,11 @@ class Pass:
         """Whether it was trained on."""
         return self.backwards > 0
 
+    @property
+    def divided_at(self) -> str:
+        """The line that gives the rank its samples: of a DistributedSampler, else of the loader."""
+        return self.about.get("sampler_made") or self.about["key"].rpartition("#")[0]
+
 
 def passes(rank: Rank) -> list[Pass]:
     """Returns a rank's passes, in the order in which they began."""
@@ -310,7 +315,7 @@ def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> It
     repeated = [identity for identity, count in counts.items() if count > 1]
     extra = sum(counts.values()) - len(counts)
     size = group[0].about["samples"]
-    where = group[0].about["key"].rpartition("#")[0]
+    where = group[0].divided_at
     if extra and (padded or _is_padding(group, extra)):
         yield Finding(
             code="samples-repeated",
@@ -487,7 +492,7 @@ def _repeated(group: Sequence[Pass], identities: list[list[Any]], extra: int, co
         if (same := _same_rank(group)) is not None:
             cause = f"the {group[0].about['sampler']} of every rank has rank={same[0]} of {same[1]}"
             fix = f"{group[0].about['sampler']}(dataset), which asks the process group, or rank=dist.get_rank()"
-    if not iterable and where != group[0].about["key"].rpartition("#")[0]:
+    if not iterable and where != group[0].divided_at:
         cause = f"each rank draws an order of its own at {where}, and parts of different orders overlap"
         fix = "draw the order from a generator that all ranks seed alike, with the epoch: seed + epoch"
     return Finding(

@@ -28,6 +28,7 @@ def described(loader: Any) -> dict[str, Any]:
         "dataset": type(loader.dataset).__name__,
         "made": made_at(loader.dataset),
         "sampler": type(sampler).__name__,
+        "sampler_made": made_at(sampler),
         "cut_by": next((type(one).__name__ for one in cutting if type(one) is not BatchSampler), None),
         "rank": _number(getattr(sampler, "rank", None)),
         "replicas": _number(getattr(sampler, "num_replicas", None)),
