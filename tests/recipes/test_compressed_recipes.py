@@ -14,7 +14,7 @@ from samestep.recipes import corpus, digits, text
 
 SEEDS = range(5)
 TEXT_SEEDS = range(2)  # a training takes minutes; docs/benchmarks.md has five
-PROMISED = ("fp16", "bf16", "int8")
+AS_GOOD = ("fp16", "bf16", "int8")  # of the others docs/benchmarks.md has figures, and no target
 
 
 def digits_trained(seed, codec, *more):
@@ -73,7 +73,7 @@ def text_without(two_ranks):
 
 @pytest.mark.prove
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("codec", AS_GOOD)
 def test_digits_come_as_far_as_without(two_ranks, digits_without, codec):
     found = [two_ranks(digits_trained, seed, codec, timeout=600)[0] for seed in SEEDS]
     (loss, accuracy), (loss_with, accuracy_with) = (
@@ -81,14 +81,13 @@ def test_digits_come_as_far_as_without(two_ranks, digits_without, codec):
     )
     print(f"digits {codec}: loss {loss:.4f} and {loss_with:.4f}, accuracy {accuracy:.4f} and {accuracy_with:.4f}")
     print("  ", *(f"{before:.4f}/{after:.4f}" for (before, _), (after, _) in zip(digits_without, found, strict=True)))
-    if codec in PROMISED:
-        assert accuracy_with > accuracy - 0.01
-        assert loss_with < 1.01 * loss
+    assert accuracy_with > accuracy - 0.01
+    assert loss_with < 1.01 * loss
 
 
 @pytest.mark.prove
 @pytest.mark.timeout(9000)
-@pytest.mark.parametrize("codec", PROMISED)
+@pytest.mark.parametrize("codec", AS_GOOD)
 def test_text_comes_as_far_as_without(two_ranks, text_without, codec):
     found = [two_ranks(text_trained, seed, codec, timeout=1800)[0] for seed in TEXT_SEEDS]
     print(f"text {codec}: bits per byte {mean(text_without):.4f} and {mean(found):.4f}")
