@@ -1,12 +1,7 @@
 """Waits until the agents of all hosts are connected: before the first attempt, and in the place of lost ones.
 
-    --hosts a,b --via ssh        the transport starts an agent on each; it connects back
-    --nnodes 2 --node-rank 1     started by hand on each host; number 0 waits where --rendezvous says
-    srun, mpiexec                one task each; task 0 waits, and says where in a file that all can read
-
-Whoever is missing is named, with the reason that ssh or the host gave, and not after torchrun's five minutes; who comes
-and does not belong here, with another token, number or command, is told so at once, and so is who waits. Hosts that are
-left when one is lost (`--lost-host wait`) keep their agents, with all that these have imported.
+Whoever is missing is named, with the reason that ssh or the host gave. An agent that does not belong to the run is told
+why at once. Hosts that are left when one is lost keep their agents, with all that these have imported.
 """
 
 from __future__ import annotations
@@ -34,9 +29,10 @@ from samestep.launch.hosts.secure_link import AuthenticatedLink, Listener, new_t
 from samestep.launch.hosts.sources import (
     CONNECT_S,
     LEAVE_S,
-    AgentSource,
+    JoinSource,
     NodeSpec,
     TransportMonitor,
+    TransportSource,
     TransportSpec,
     reject,
 )
@@ -71,8 +67,7 @@ class AgentJoin:
         self._say = functools.cache(self.say)  # once: who was rejected may try again, and again
         self._loop = Loop()
         self._links: list[AuthenticatedLink] = []
-        self._fault: str | None = None
-        self._also: list[str] = []  # what failed just after it
+        self._faults: list[str] = []  # the first one, and what failed just after it
 
     def collect(
         self, seconds: float, started: Sequence[Started] = (), python: str | None = None
@@ -97,11 +92,11 @@ class AgentJoin:
             for monitor in monitors:
                 monitor.close()
             self._loop.close()
-        if self._fault is not None:
-            self._reject_all(f"error: {self._fault}")
-            more = ["…"] if len(self._also) > MOST_NAMES else []
+        if self._faults:
+            self._reject_all(f"error: {self._faults[0]}")
+            more = ["…"] if len(self._faults) > MOST_NAMES + 1 else []
             error = UsageError if started else RendezvousError
-            raise error("; ".join([self._fault, *self._also[:MOST_NAMES], *more]))
+            raise error("; ".join([*self._faults[: MOST_NAMES + 1], *more]))
         return self._links
 
     def _accept(self) -> None:
@@ -147,11 +142,9 @@ class AgentJoin:
             link.close()
 
     def _failed(self, reason: str) -> None:
-        if self._fault is not None:
-            self._also.append(reason)
-            return
-        self._fault = reason
-        self._loop.at(TOGETHER_S, self._loop.stop)
+        self._faults.append(reason)
+        if len(self._faults) == 1:
+            self._loop.at(TOGETHER_S, self._loop.stop)
 
     def _name(self, link: AuthenticatedLink) -> str:
         index, own = link.peer_info.get("index"), link.peer_info.get("name") or host_name(link)
@@ -168,10 +161,8 @@ class AgentJoin:
     def _too_late(self) -> None:
         missing, of = len(self.expected) - len(self._links), len(self.expected)
         count = f" ({missing} of the {of} that were waited for)" if of > 1 else ""
-        self._fault = (
-            f"waited {self._seconds:.0f} s, and {self._missing()} never came{count}: start samestep there too, or see "
-            "whether this host can be reached from there"
-        )
+        late = f"waited {self._seconds:.0f} s, and {self._missing()} never came{count}"
+        self._faults = [f"{late}: start samestep there too, or see whether this host can be reached from there"]
         self._loop.stop()
 
 
@@ -255,7 +246,7 @@ class Replacement:
     """
 
     controller: Controller
-    source: AgentSource | None
+    source: TransportSource | JoinSource | None
     preflight: Callable[[Callable[[str], None]], Sequence[HostRanks]]
     seconds: float
     say: Say
@@ -338,12 +329,12 @@ class Replacement:
         while (link := listener.accept()) is not None:
             number, new = link.peer_info.get("index"), connection_of(link)
             lost = self._missing().get(number) if isinstance(number, int) else None
-            reason = self.source.reject_reason(new)
-            if reason is None and (number is None or lost is None):
-                reason = f"number {number} is not missing"
+            node = self.source.node
+            reason = None if node is None else node.reject_reason(link.peer_info)
             if number is None or lost is None or reason is not None:
+                reason = reason or f"number {number} is not missing"
                 self._say_once(f"note: {new.host} joined and was rejected: {reason}")
-                self.source.reject(new, str(reason))
+                self._tell_rejected(new, reason)
                 link.close()
             elif self.source.accept(number, new):
                 self.controller.replace(lost, new)
@@ -360,11 +351,16 @@ class Replacement:
         for number in rejected:
             assert self.source is not None
             self._say_once(f"note: {hosts[number].host} cannot take the place: {reason}")
-            self.source.reject(hosts[number], reason)
+            self._tell_rejected(hosts[number], reason)
             self.controller.hang_up(hosts[number], reason)
             self.source.failed(number, reason)
         self._rejected |= rejected
         return bool(rejected)
+
+    def _tell_rejected(self, new: AgentConnection, reason: str) -> None:
+        """Tells an agent that has connected why it cannot stay, if a user reads its output."""
+        if self.source is not None and self.source.node is not None:
+            reject([new.link], f"error: {reason}")
 
     def _nobody(self) -> ReplacementResult:
         missing = self._missing()

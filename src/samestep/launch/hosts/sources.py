@@ -7,9 +7,8 @@ import json
 import os
 import shlex
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -218,41 +217,8 @@ def notify_end(controller: Controller, text: str, code: int) -> None:
 
 # --- replacements ---------------------------------------------------------------------------------
 
-
-class AgentSource(ABC):
-    """Where agents connect that take the place of lost ones, and what makes them come.
-
-    Hosts go by their place in the run, from 0; `reasons` say why nobody has come so far, where that is known.
-    """
-
-    def __init__(self) -> None:
-        self.reasons: dict[int, str] = {}
-
-    @abstractmethod
-    def opened(self, loop: Loop) -> AbstractContextManager[Listener]:
-        """Lets them connect until left."""
-
-    @abstractmethod
-    def waiting_text(self, number: int, host: AgentConnection, limit: str) -> str:
-        """Returns what a person should know about the wait for a host, which has a limit."""
-
-    def start(self, number: int, host: AgentConnection) -> None:  # noqa: B027 - a source may only wait
-        """Starts an agent in its place, unless one is on the way or others start it."""
-
-    def reject_reason(self, new: AgentConnection) -> str | None:  # noqa: ARG002
-        """Returns why an agent that has connected is none of this run; None where it is one."""
-        return None
-
-    def reject(self, new: AgentConnection, reason: str) -> None:  # noqa: B027 - no user reads its output
-        """Tells an agent that has connected why it cannot stay, if a user reads its output."""
-
-    def accept(self, number: int, new: AgentConnection) -> bool:  # noqa: ARG002
-        """Takes note of an agent that has connected; returns whether it still counts."""
-        return True
-
-    def failed(self, number: int, reason: str) -> None:
-        """Gives up who has connected, or is on the way."""
-        self.reasons[number] = reason
+# Both classes let agents connect that take the place of lost ones. Hosts go by their place in the run, from 0;
+# `reasons` say why nobody has come so far; `node` is this process's own, where somebody else starts agents.
 
 
 @dataclass
@@ -265,13 +231,15 @@ class _Try:
     monitor: TransportMonitor | None
 
 
-class TransportSource(AgentSource):
+class TransportSource:
     """Starts agents again over the transport, until ssh or the host has no more objection."""
+
+    node: NodeSpec | None = None
 
     def __init__(
         self, spec: TransportSpec, started: list[Started], controller: Controller, show: Callable[[bytes], None]
     ) -> None:
-        super().__init__()
+        self.reasons: dict[int, str] = {}
         self._spec = spec
         self._started = started  # what keeps the agents alive; kept up to date
         self._controller = controller
@@ -298,6 +266,7 @@ class TransportSource(AgentSource):
         return f"trying to start its agent again over {self._spec.via}, {limit}"
 
     def start(self, number: int, host: AgentConnection) -> None:
+        """Starts an agent in its place, unless one is on the way."""
         if number in self._pausing or (number in self._tries and self._tries[number].monitor is not None):
             return
         self._tries.pop(number, None)
@@ -311,6 +280,7 @@ class TransportSource(AgentSource):
         self._tries[number] = _Try(host.host, started, alarm, monitor)
 
     def accept(self, number: int, new: AgentConnection) -> bool:
+        """Takes note of an agent that has connected; returns whether it still counts."""
         current = self._tries.get(number)
         if current is None or current.monitor is None:
             return False
@@ -322,7 +292,8 @@ class TransportSource(AgentSource):
         return True
 
     def failed(self, number: int, reason: str) -> None:
-        super().failed(number, reason)
+        """Gives up who has connected, or is on the way."""
+        self.reasons[number] = reason
         self._drop(self._tries.pop(number))
         self._pausing[number] = self._loop.at(RETRY_S, partial(self._retry, number))
 
@@ -342,14 +313,16 @@ class TransportSource(AgentSource):
         one.end()
 
 
-class JoinSource(AgentSource):
+class JoinSource:
+    """Waits for agents that somebody else starts."""
+
     def __init__(self, node: NodeSpec) -> None:
-        super().__init__()
-        self._node = node
+        self.node = node
+        self.reasons: dict[int, str] = {}
 
     @contextmanager
     def opened(self, loop: Loop) -> Iterator[Listener]:
-        node = self._node
+        node = self.node
         with Listener(node.token, node.bind, node.port) as listener:
             self._publish(loop, listener.port)
             try:
@@ -361,11 +334,11 @@ class JoinSource(AgentSource):
 
     def _publish(self, loop: Loop, port: int) -> None:
         """Says where this process waits, again and again: what is old is taken for a leftover."""
-        self._node.publish_address(port)
+        self.node.publish_address(port)
         self._again = loop.at(REFRESH_S, partial(self._publish, loop, port))
 
     def waiting_text(self, number: int, host: AgentConnection, limit: str) -> str:
-        node = self._node
+        node = self.node
         own = f"waiting {limit} for {node.word} {number} to come in"
         if node.file is None:
             return f"{own} at {node.address}:{node.port}: start the same command there again, or in its place"
@@ -373,8 +346,11 @@ class JoinSource(AgentSource):
         command = shlex.join(["samestep", "run", *options, str(node.file), *node.program])
         return f"{own}; there, or in its place: {command}"
 
-    def reject_reason(self, new: AgentConnection) -> str | None:
-        return self._node.reject_reason(getattr(new.link, "peer_info", {}))
+    def start(self, number: int, host: AgentConnection) -> None:
+        """Does nothing: somebody else starts it."""
 
-    def reject(self, new: AgentConnection, reason: str) -> None:
-        reject([new.link], f"error: {reason}")
+    def accept(self, number: int, new: AgentConnection) -> bool:  # noqa: ARG002
+        return True
+
+    def failed(self, number: int, reason: str) -> None:
+        self.reasons[number] = reason
