@@ -131,7 +131,11 @@ class LocalRanks:
         stacks = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the rank)
         record = progress.create()
         outputs, sinks = self._open_streams(job, rank)
-        option = () if job.local_rank_option is None else (f"{job.local_rank_option}={local_rank}",)
+        option = (
+            ()
+            if job.local_rank_option is None
+            else (f"{job.local_rank_option}={job.variables[local_rank]['LOCAL_RANK']}",)
+        )
         task = RankTask(
             program=(job.program, *option, *job.arguments),
             is_module=job.is_module,
