@@ -33,11 +33,7 @@ def write_atomic(path: Path, pieces: Iterable[str]) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a text that nobody but this user can read, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes a text that nobody but this user can read, whole or not at all."""
     _replace(path, [text], compressed=False, mode=0o600)
 
 

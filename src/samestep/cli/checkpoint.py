@@ -318,11 +318,6 @@ def _file_in_the_way(destination: Path) -> Path | None:
 
 
 def _format_of(path: Path) -> str:
-    """Returns the format of what lies at `path`.
-
-    Raises:
-        UsageError: there is nothing, or nothing that is known.
-    """
     if path.is_file():
         return TORCH
     if not path.exists():
@@ -391,7 +386,6 @@ def _inspect_all(folders: Sequence[Path], *, digests: bool, audits: bool = False
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar on standard error, where somebody looks at it."""
     from rich.console import Console
 
     console = Console(stderr=True)

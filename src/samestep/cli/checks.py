@@ -66,7 +66,6 @@ def _check_script(program: str) -> None:
 
 
 def _other_language(path: Path) -> str | None:
-    """Returns what a file is that is certainly not Python."""
     try:
         with path.open("rb") as file:
             begin = file.read(HEAD)

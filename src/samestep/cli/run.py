@@ -154,7 +154,6 @@ def _launch(spec: RunSpec, controller: Controller, replacement: Replacement) -> 
 
 
 def _end_text(result: RunResult) -> str:
-    """Returns what a person at another host is told of a run's end."""
     cause = next((line for line in summary_lines(result, None) if line.startswith("samestep: ")), "")
     return f"the run is over, exit code {result.exit_code}{cause.replace('samestep:', ':', 1)}"
 
@@ -196,7 +195,6 @@ def _run_under_mpiexec(options: argparse.Namespace, arguments: Sequence[str]) ->
 
 
 def _queue(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Prints the batch script, or hands it to Slurm."""
     path = run_path(options.run_dir, options.program[0])
     forwarded_environment(options.env)  # each must be there
     job = BatchJob(

@@ -1,9 +1,4 @@
-"""What this machine has and how busy it is: GPUs, memory, processes that the kernel killed, cores in use.
-
-SIGKILL alone does not say who sent it. The kernel counts its own: for each control group in `memory.events` (version
-2) or `memory.oom_control` (version 1), and for the whole machine, everybody's processes together, in `/proc/vmstat`.
-Where the group's own count can be seen, the machine's says nothing more.
-"""
+"""What this machine has and how busy it is: GPUs, memory, processes that the kernel killed, cores in use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An agent that is a command of its own: `samestep run` on every host but the one that leads.
+"""The agent that `samestep run` is on every host but the one that leads, where no transport has started it.
 
-Started by hand, a person is there too, and is told where the output comes, why this host is not wanted, how the run has
-ended. Tasks of srun and mpiexec share one output, in which the controller has said it: they are silent.
+Started by hand it tells the person what happens. Tasks of srun and mpiexec are silent: they share the controller's
+output.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The command that has mpiexec start the ranks, for `--mpi`: one task for each, and nothing bound.
-
-    samestep run --mpi -n 4 train.py    =    mpiexec -n 4 samestep run train.py
-
-Each mpiexec has its own words for more ranks than cores, for root, and for leaving threads the cores that they need.
-"""
+"""The command that has mpiexec start the ranks, for `--mpi`: one task for each, and nothing bound."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""This host's network interfaces, the way to another host, and whether it can be reached.
+"""This host's network interfaces, the route to another host, and whether it can be reached.
 
-gloo and NCCL choose an interface by the host's own name, which often leads to the wrong one or to none, and then wait.
-Here the way is asked of the kernel, and tried, before any rank starts: a host opens a port that answers a nonce of its
-own; another connects, reads the nonce, and knows that it has reached that host and no other service.
+gloo and NCCL choose an interface by the host's name, often a wrong one, and then wait. Here each host opens a port that
+answers a nonce; who reads the nonce there has reached that host and no other service.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Whether the hosts of a run fit together, found out before any rank starts: in one line, not by a hang.
+"""Whether the hosts of a run fit together, found out before any rank starts.
 
-    agents have connected  ->  info of each  ->  probes between all  ->  mismatch, or order, ranks, threads, addresses
-
-reach      every host reaches every other              else: which pair, and how
-versions   the same samestep, torch and python         else: who has which
-script     there, and the same, everywhere, also here  else: where it differs
-room       as many slots as ranks were asked for       else: where not
+Every host reaches every other, has the same versions and the same script, and room for its ranks; else one line says
+where not. Then ranks, threads and addresses are known.
 """
 
 from __future__ import annotations

@@ -1,16 +1,7 @@
-"""Whether a run hangs, who holds it up, and since when: said once, in words, when no rank progresses any more.
+"""Whether a run hangs, which ranks hold it up, and since when.
 
-    a rank is frozen (state T)                                  it, whoever waits
-    some wait in a collective, others have not come             those: they compute, sleep, or wait for a disk
-    all wait in collectives, and not in the same                each for others: nothing can go on any more
-    all wait in the same                                        messages do not arrive
-    none is in a collective that shows, and all sleep           the one that is behind
-    some wait for calls of torch.distributed.rpc                those that have not returned; who serves waits for none
-
-A hang is no progress of any rank for max(10 s, 5 times the 99th percentile of a step). Long work is none: what happens
-before the second step (compilation, a download), evaluations, saves, and whatever computes while nobody waits. What
-others wait for before the second step is reported all the same, after six times as long, and never stopped. gloo and
-NCCL give up after 30 and 10 minutes, and name nobody.
+A hang is no progress of any rank for max(10 s, 5 times the 99th percentile of a step). What takes long by right is
+none: what comes before the second step, evaluations, saves, and computing while no other rank waits.
 """
 
 from __future__ import annotations

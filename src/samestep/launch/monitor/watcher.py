@@ -1,13 +1,7 @@
-"""Watches the ranks of one host that something else than `samestep run` has started; `samestep.world` brings it along.
+"""Watches the ranks of one host that torchrun, srun, mpiexec or a shell has started; `samestep.world` starts it.
 
-torchrun, srun, mpiexec or a shell starts the ranks, and takes them down in its own way. They connect to this process,
-each with its pipe, its stacks and its record; so the rules and last words are those of `samestep run`: who failed
-first, at which line, where the others were; and nobody waits for the dead.
-
-It is not the ranks' parent, so of one that ends without a word it knows the exit code only if it looks before the
-parent has. It never stops ranks unless one has failed, and ends when the last of them has. A rank that merely lost a
-peer stays until the last words are said: a launcher that sees its ranks end takes down whatever still speaks, and
-torchrun blames the first that it sees.
+It reports as `samestep run` does, stops ranks only after one has failed, and ends with the last of them. It is not
+their parent: it knows an exit code only if it looks before the parent has.
 """
 
 from __future__ import annotations
@@ -145,7 +139,6 @@ def accept_ranks(listener: socket.socket, count: int) -> list[ForeignRank]:
 
 
 def _accept_rank(stream: socket.socket) -> ForeignRank | None:
-    """Takes a rank's descriptors; None for somebody else's process, or one that is gone already."""
     process, user, _ = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if user != os.getuid():
         stream.close()

@@ -1,14 +1,7 @@
-"""The ranks' output on one terminal, and each rank's own in a file.
+"""The ranks' output on one terminal, and each rank's own bytes in a file.
 
-    N = 1                      bytes as they come
-    N > 1                      whole lines, `[rank 1] …`, each rank's lines in order; what several ranks print is
-                               shown once (samestep.launch.output.lines): on standard error and on terminals, which
-                               people read; programs read standard output, rank by rank
-    rank 0 on a terminal       bytes as they come: its progress display draws with carriage returns and escapes
-    lines on a terminal        without what would move its cursor, clear it or rename it
-
-Standard output and standard error stay separate everywhere. The files keep every byte without a prefix. torchrun shows
-all ranks' bytes mixed, even within a line, unless it is told to write files instead.
+One rank, and rank 0 on a terminal, show bytes as they come. Else whole lines are shown, `[rank 1] …`; on standard error
+and terminals, which people read, lines that several ranks print are merged.
 """
 
 from __future__ import annotations

@@ -1,18 +1,7 @@
-"""The one piece that runs in every rank before the script, however it was started.
+"""What runs in every rank around the script: `bootstrap PARENT_PID TASK_AS_JSON (module | script.py) args…`.
 
-    python -P -m samestep.launch.rank.bootstrap PARENT_PID TASK_AS_JSON (module | script.py) args…
-
-A forked rank (samestep.launch.start.fork) enters by :func:`run_rank`, without the command line. Either way it asks to
-die with its parent, carries out commands, keeps a record of an uncaught exception, and leaves the process in a way
-that gloo survives: its run-loop thread needs the interpreter's lock to release its last tensors, so a process whose
-training went well can still abort or hang while the interpreter finalises. Here the script's threads are joined, its
-atexit handlers run, its output is flushed and the files that it left open are written out as python would; then
-`os._exit` skips the finalisation. What is lost is `__del__` of other objects that the script still holds.
-
-A child that the script makes with `os.fork` comes back through here too, and ends for itself alone.
-
-Signal 40 makes a rank write the Python stacks of all its threads, even while native code holds the interpreter's
-lock. SIGUSR1 and SIGUSR2, which torch and submitit use for it, stay the scheduler's and the script's.
+A forked rank (samestep.launch.start.fork) enters by :func:`run_rank`. A child that the script makes with `os.fork`
+returns through here too, and ends for itself alone.
 """
 
 from __future__ import annotations
@@ -145,7 +134,11 @@ def _report(error: BaseException, rank: int, control: Control | None) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process as python would, short of finalising the interpreter (see the top of this file)."""
+    """Ends the process as python would, short of finalising the interpreter.
+
+    gloo's threads need the interpreter's lock to release their last tensors: a process whose training went well could
+    abort or hang meanwhile. What is lost is `__del__` of objects that the script still holds.
+    """
     set_exit_code(code, for_certain=True)
     for last in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # noqa: SLF001
         try:

@@ -1,20 +1,7 @@
 """The pipe between a rank and whoever watches it: both its ends, and what the watcher knows of the rank.
 
-    from a rank   failed              why this rank is about to end: its error record
-                  position            the line that its main thread was at when it was told to leave
-                  preempted           it has saved, at this step and path
-                  preempt_unsupported nobody here can save: send the signal instead
-                  leaving             the interpreter ends in good order (to a watcher, which cannot wait for it)
-                  flight              what its flight recorder knows (samestep.launch.monitor.flight_recorder)
-    to a rank     stop                a peer has failed: leave now
-                  flight              say what the flight recorder knows
-                  pace                how fast the ranks are, for a progress display
-                  preempt             save at the next step that all agree on, and leave with exit code 75
-    end of file                       the launcher is gone: leave now, unless it was a mere watcher
-
-Messages are framed as in samestep.launch.link. A thread of its own reads the commands: the main thread may be in a
-collective for as long as it likes, and a signal would end the workers of a DataLoader, or run the script's handler,
-which may well begin to save with peers that are dead.
+A thread reads the commands: the main thread may be in a collective for long, and a signal would end the workers of a
+DataLoader, or run a handler of the script's that saves with peers that are dead.
 """
 
 from __future__ import annotations

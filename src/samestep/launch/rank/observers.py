@@ -1,11 +1,7 @@
-"""Observers watch a rank from inside, beside the launcher's own record; the command that wants them names them.
+"""Observers watch a rank from inside; SAMESTEP_OBSERVERS names them, "package.module:Name,…".
 
-    SAMESTEP_OBSERVERS   "package.module:Name,…"; each Name() is an Observer
-    SAMESTEP_LOGS        the folder of this host's files in this attempt
-
-They begin in a rank of the launcher before the script, and in a rank that the script itself has spawned as soon as it
-has initialised its process group, for not before that is it known to be one. They end with the script, or with the
-spawned function. A command that records, checks or draws a run adds an observer, never a second way into the ranks.
+They begin before the script, and in a rank that the script itself has spawned when it initialises its process group:
+before that it is not known to be one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """A rendezvous address that is bound and kept, and the store that rank 0 serves on it.
 
-torchrun takes port 29500, or asks the kernel for a free port, closes it and hopes that it is still free when rank 0
-binds it again. Here the parent binds port 0 on the loopback address and keeps the socket; rank 0 inherits it and
-serves torch's TCPStore on it (`master_listen_fd`), so nobody can take the port between. Every rank then is a client,
-rank 0 too; until the server runs, clients wait in the socket's backlog.
-
-torchrun tells its ranks so by TORCHELASTIC_USE_AGENT_STORE=True, which their children inherit and which holds for any
-address: a script that sets a MASTER_PORT of its own, as many tutorials do, or spawns ranks of its own, waits for ever
-for a server. Here it holds in the rank, and in what that starts, as long as MASTER_PORT is the launcher's.
+The parent binds a free port and keeps the socket; rank 0 inherits it and serves torch's TCPStore on it, so nobody can
+take the port between. Every rank is a client, rank 0 too; until the server runs, clients wait in the backlog.
 """
 
 from __future__ import annotations
@@ -96,7 +90,11 @@ def _open_store(listener: socket.socket, size: int) -> Any:
 
 
 def use_store() -> None:
-    """Makes this process a client of the launcher's store, for as long as MASTER_PORT says so."""
+    """Makes this process a client of the launcher's store, for as long as MASTER_PORT says so.
+
+    torchrun says it by TORCHELASTIC_USE_AGENT_STORE, which children inherit and which holds for any address: a script
+    that sets a MASTER_PORT of its own, or spawns ranks of its own, would wait for ever for a server.
+    """
     if variable(AGENT_STORE) != "True":
         return
     port = variable("MASTER_PORT")

@@ -1,12 +1,7 @@
 """Writes down a rank's every step, in pieces: where its time goes, in the words of :mod:`samestep.events`.
 
-    progress tells      data │ train │ backward ······ ready ··· │ train │ optimizer │ count_step
-    a step's spans      data │ forward │ backward      │ wait    │ other │ optimizer │
-    buckets                      ready ─ begun ── done            (beside the backward)
-
-What lies between data and a backward pass is "forward", what the script does besides is "other"; a collective of the
-script's own is "collective", unless it belongs to an evaluation, a save or a load. A script on a GPU queues its work:
-these are the times that the host spends on it.
+What lies between data and a backward pass is "forward", what the script does besides is "other". On a GPU these are the
+times that the host spends.
 """
 
 from __future__ import annotations
