@@ -111,7 +111,7 @@ def evaluate(
     return _measure(metrics, outputs, targets, world)
 
 
-# --- who takes which samples -----------------------------------------------------------------
+# --- which rank takes which samples ----------------------------------------------------------
 
 
 def _agreed_length(dataset: MapDataset, batch_size: int, world: World) -> int:
@@ -259,7 +259,7 @@ def _packed(value: Any, name: str) -> tuple[Any, str]:
 
 
 def _with_numbers(value: Any) -> Any:
-    """A 0-dim tensor is a number to whoever compares it."""
+    """Returns 0-dim tensors as numbers, which can be compared."""
     if isinstance(value, Tensor | np.ndarray) and value.ndim == 0:
         return value.item()
     if type(value) in {list, tuple}:

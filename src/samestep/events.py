@@ -26,7 +26,7 @@ LINE_FOR_EACH = 10_000  # steps with a line of their own
 LOST_PEERS = "lost its peers"  # so begins the error of a rank that failed only because others had gone
 PERIOD = 0.5  # seconds between two writings
 MOST_WAITING = 20_000  # lines in memory
-MAX_LINE_BYTES = 1 << 20  # bytes of a line; a longer one is somebody else's
+MAX_LINE_BYTES = 1 << 20  # bytes of a line; a longer one is no event
 
 
 def stride(step: int) -> int:
@@ -135,7 +135,7 @@ class EventFile:
             raise
 
 
-_files: list[EventFile] = []  # this process's own; empty where nobody keeps any
+_files: list[EventFile] = []  # this process's own; empty where none is kept
 
 
 def attach(file: EventFile) -> None:
@@ -153,7 +153,7 @@ def is_attached() -> bool:
 
 
 def note(kind: str, step: int, began: float | None = None, **fields: Any) -> None:
-    """Writes an event down; does nothing in a process whose events nobody keeps."""
+    """Writes an event down; does nothing in a process whose events are not kept."""
     for file in _files:
         file.put(kind, step, fields, began)
 

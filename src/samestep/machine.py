@@ -15,7 +15,7 @@ def machine() -> str:
 
 
 def namespace(kind: str) -> str | None:
-    """Names this boot of this kernel and this process's namespace of a kind, "net" or "pid"; None where nobody says."""
+    """Names this boot of this kernel and this process's namespace of a kind, "net" or "pid"; None if unknown."""
     try:
         return f"{_boot()} {Path(f'/proc/self/ns/{kind}').readlink()}"
     except OSError:

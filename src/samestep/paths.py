@@ -63,7 +63,7 @@ def own_folder() -> Path:
     """Returns a folder of this user alone on this host, made if need be.
 
     Raises:
-        PermissionError: somebody else has made one of that name.
+        PermissionError: another user has made one of that name.
     """
     folder = Path(tempfile.gettempdir()) / f"samestep-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

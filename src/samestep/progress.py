@@ -210,10 +210,10 @@ class ProgressRecord(ProgressListener):
         self.fields.version = (self.fields.version | 1) + 1
 
 
-_listeners: list[ProgressListener] = []  # this process's own record first; empty where nobody watches
+_listeners: list[ProgressListener] = []  # this process's own record first; empty where it is not watched
 _phase = [""]
 _steps = [0]  # that are finished
-_counts = [True]  # the optimizer's steps are; else somebody who counts over all attempts reports the number
+_counts = [True]  # the optimizer's steps are; else a checkpoint, which counts over all attempts, reports the number
 
 
 def create() -> int:

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks, read from what its launcher set; the sole owner of `os.environ`.
+"""The place of this process among the ranks, read from what its launcher set; the sole owner of `os.environ`.
 
 The first row of LAUNCHERS that is set wins: a launcher started under srun sets RANK itself, and means it.
 """

@@ -85,7 +85,7 @@ def _dispatch(arguments: list[str]) -> int:
         raise UsageError(f"there is no command {arguments[0]!r}: {_advice(arguments)}")
     _check_place()
     if arguments[0] == "run":
-        _obey_verify()
+        _apply_verify_variables()
         early_agent.begin(arguments[1:])
     try:
         code: int = import_module(f"samestep.cli.{arguments[0]}").main(arguments[1:])
@@ -94,7 +94,7 @@ def _dispatch(arguments: list[str]) -> int:
     return code
 
 
-def _obey_verify() -> None:
+def _apply_verify_variables() -> None:
     """Makes a run that `samestep verify` has started end with it, and gives the run its own view of the files."""
     parent, overlay = variable("SAMESTEP_PARENT"), variable("SAMESTEP_OVERLAY")
     set_variables({"SAMESTEP_PARENT": None, "SAMESTEP_OVERLAY": None})

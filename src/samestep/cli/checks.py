@@ -45,7 +45,7 @@ def check_run_path(path: Path) -> None:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # no name that a file can have; whoever makes it will say so
+    except OSError:  # no name that a file can have; making it will say so
         return False
 
 
@@ -69,7 +69,7 @@ def _other_language(path: Path) -> str | None:
     try:
         with path.open("rb") as file:
             begin = file.read(HEAD)
-    except OSError:  # whoever runs it will say so
+    except OSError:  # running it will say so
         return None
     shell = SHELL.match(begin)
     if shell is not None and b"python" not in begin:  # a shell script may be one that goes on in Python

@@ -1,4 +1,4 @@
-"""`samestep run` on several hosts: what its options mean, and who is started where."""
+"""`samestep run` on several hosts: what its options mean, and what is started where."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def add_options(parser: Parser) -> None:
 
 
 def reject_ineffective(options: argparse.Namespace) -> None:
-    """Refuses options that would have no effect beside the others: whoever gives one counts on it."""
+    """Refuses options that would have no effect beside the others."""
     hosts = [f"--{name}" for name in ("hosts", "hostfile") if getattr(options, name) is not None]
     given = {
         "--via": options.via,
@@ -139,7 +139,7 @@ def open_hosts(
                 parts = tuple(check(lambda text: say(f"note: {text}")))
                 yield controller, parts, Replacement(controller, source, check, options.join_timeout, say)
             except SamestepError as error:
-                if isinstance(where, NodeSpec):  # whoever sits at the other hosts should know why
+                if isinstance(where, NodeSpec):  # people at the other hosts should know why
                     notify_end(controller, f"error: {error}", error.exit_code)
                 raise
     finally:
@@ -147,7 +147,7 @@ def open_hosts(
 
 
 def host_mode(options: argparse.Namespace) -> TransportSpec | NodeSpec | None:
-    """Returns the hosts that the options name, or that somebody else has started this on; None for this one alone."""
+    """Returns the hosts that the options name, or that others have started this on; None for this one alone."""
     if options.interface is not None and not (options.hosts or options.hostfile or options.slurm):
         interface_named(options.interface)
     named = [name for name in ("hosts", "hostfile", "nnodes") if getattr(options, name) is not None]
@@ -167,7 +167,7 @@ def host_mode(options: argparse.Namespace) -> TransportSpec | NodeSpec | None:
     try:
         task = read_rank_variables()
     except RankVariablesError:
-        return None  # of whoever started this; the ranks get their own
+        return None  # of the process that started this; the ranks get their own
     if task is not None and task.source in TASK_LAUNCHERS and task.size > 1:
         return node_spec(task, options.join_timeout, _program(options))
     return None

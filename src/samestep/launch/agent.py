@@ -39,7 +39,7 @@ from samestep.schema import from_json, parse_object
 MOST_HELD = 4 << 20  # bytes of output on their way to the controller
 UNACKNOWLEDGED_S = 10.0  # without any answer from the controller's kernel after which it is gone
 HEARTBEAT_S = 1.0
-REAP_S = 5.0  # between looks for what has ended and is nobody's
+REAP_S = 5.0  # between looks for ended orphans
 PROBE_S = 3.0  # for another host to answer
 CONNECT_S = 10.0  # in which the controller must be found
 
@@ -74,10 +74,10 @@ class Agent:
         self.exit_code: int | None = None  # of the run, if the controller told it
 
     def serve(self) -> None:
-        """Does what it is told until the connection ends, then ends everything.
+        """Carries out commands until the connection ends, then ends everything.
 
-        A signal that reaches this process is the controller's to decide on: passed to it from another host, where a
-        scheduler may have sent it to this process alone; ignored on its own, where it gets the same signal itself.
+        The controller decides on signals: from another host, where a scheduler may have signalled this process alone,
+        they are passed on to it; on its own host they are ignored, since it gets the same signal itself.
         """
         become_subreaper()
         raise_file_limit()
@@ -231,7 +231,7 @@ def main() -> int:
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
         if not byte:
-            return 0  # whoever started this is gone already
+            return 0  # the process that started this is gone already
         line += byte
     info = from_json(JoinInfo, parse_object(bytes(line)))
     try:

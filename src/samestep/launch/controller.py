@@ -95,7 +95,7 @@ class Controller:
         self._watchdog: Watchdog | None = None
         self._console: Console | None = None
         self._merging: Alarm | None = None
-        self._paused = False  # the ranks' output is not read: whoever reads ours does not keep up
+        self._paused = False  # the ranks' output is not read: the reader of ours is too slow
         self._is_between = False  # no ranks run, and a signal breaks off what is done meanwhile
         become_subreaper()
         raise_file_limit()
@@ -191,7 +191,7 @@ class Controller:
         supervisor = self._supervisor = Supervisor(self._loop, self.hosts, self._loop.stop, grace=grace)
         self._watchdog = Watchdog(
             self._loop,
-            lambda: [] if self._paused else supervisor.running(),  # who writes to a full pipe makes no progress
+            lambda: [] if self._paused else supervisor.running(),  # a rank that waits for a full pipe makes no progress
             supervisor.command,
             console.tell,
             supervisor.on_hang,
@@ -278,7 +278,7 @@ class Controller:
         self._show(console)
 
     def _pause_if_slow(self, console: Console) -> None:
-        """Lets the ranks wait for whoever reads our output, but no failure, signal or end."""
+        """Lets the ranks wait for the reader of our output; failures, signals and ends are handled meanwhile."""
         if console.backlog > MOST_HELD and self._supervisor is not None and self._supervisor.ending:
             console.drop()
         pause = console.backlog > MOST_HELD // (4 if self._paused else 1)

@@ -1,4 +1,4 @@
-"""The ranks of one host: started, watched, given commands, and cleared away. Whoever holds the run decides."""
+"""The ranks of one host: started, watched, given commands, and cleared away; the controller decides."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from samestep.rankenv import child_environment, set_variables, variable
 
 OUTPUT_FLAGS = 1  # index into what tcgetattr(3) returns
 CHUNK = 1 << 16  # bytes read at a time
-LAST_READS = 4  # of a rank that has ended: more than a pipe holds; whoever writes on is not the rank
+LAST_READS = 4  # of a rank that has ended: more than a pipe holds; what comes later is not of the rank
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,7 +158,7 @@ def set_exit_code(code: int, *, for_certain: bool = False) -> None:
 
 
 def pending_exit_code() -> int | None:
-    """Returns the exit code that was noted; None where nobody has, as at a script's last line."""
+    """Returns the exit code that was noted; None where none was, as at a script's last line."""
     return _exit_code[0][0] if _exit_code else None
 
 

@@ -106,7 +106,7 @@ def read_memory(root: Path = MACHINE) -> tuple[int, int]:
 
 
 def _cached(folder: Path, version: int) -> int:
-    """Returns the bytes of files that the kernel keeps for a group, and gives up before it refuses anybody memory.
+    """Returns the bytes of cached files of a group, which the kernel frees before it refuses memory.
 
     They count as the group's own use, and fill it up to its limit once enough has been read.
     """
@@ -123,7 +123,7 @@ def _number(file: Path) -> int | None:
 
 
 def busy_cores(cores: Collection[int], root: Path = MACHINE) -> float:
-    """Returns how many of some cores were busy while this process slept, on average; 0 where nobody says.
+    """Returns how many of some cores were busy while this process slept, on average; 0 where /proc/stat does not say.
 
     The load average tells of the last minute, and so of what the user himself has just run.
     """
@@ -135,7 +135,7 @@ def busy_cores(cores: Collection[int], root: Path = MACHINE) -> float:
 
 
 def _ticks(root: Path) -> dict[int, tuple[int, int]]:
-    """Of each core, the time that it has been there and the part that it was idle: proc_stat(5).
+    """Returns, by core, its ticks in all and the idle ones (proc_stat(5)).
 
     Columns: user, nice, system, idle, iowait, irq, softirq, steal.
     """

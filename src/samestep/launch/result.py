@@ -79,7 +79,7 @@ def _same(one: FailureRecord, other: FailureRecord) -> bool:
 
 
 def find_root_cause(failures: list[FailureRecord], finished: Mapping[int, int], size: int) -> FailureRecord | None:
-    """Returns the failure that explains the others, or None where nobody failed; arguments as in :func:`decide`."""
+    """Returns the failure that explains the others, or None where no rank failed; arguments as in :func:`decide`."""
     if not failures:
         return None
     own = [failure for failure in failures if not failure.lost_peer]

@@ -1,4 +1,4 @@
-"""Decides what happens to a run: whom to wait for, when to stop the rest, what to make of a signal.
+"""Decides what happens to a run: how long to wait, when to stop the other ranks, what a signal means.
 
 After a failure the others may explain it better, or end by themselves; then they are told to stop over the pipe, asked
 for stacks, terminated and killed. A rank that fails by itself is not hurried: its threads and atexit handlers run.
@@ -49,12 +49,12 @@ class Supervisor:
         self._size = sum(len(host.ranks) for host in hosts)
         self._codes: dict[int, int] = {}
         self._failures: dict[int, FailureRecord] = {}
-        self._finished: dict[int, int] = {}  # rank and process that exited with code 0 before anybody failed by itself
+        self._finished: dict[int, int] = {}  # rank and process that exited with code 0 before any failed by itself
         self.positions: dict[int, str] = {}  # where a rank was when it was asked, or told to leave
         self._steps: dict[int, int] = {}
         self._collectives: dict[int, int] = {}  # that a rank has entered, the making of its group among them
         self._saved: tuple[int, str] | None = None  # step and path, when preempted
-        self._signals: dict[str, int] = {}  # who passed on which signal
+        self._signals: dict[str, int] = {}  # by the host whose agent passed it on, "" for the launcher
         self._saving = False  # ranks were asked to save, and none has said that it cannot
         self._save_timed_out = False  # they were still saving when the time was up
         self._stopping = False  # the launcher itself has begun to end ranks

@@ -41,7 +41,7 @@ class ForegroundAgent(Agent):
     def _on_signal(self, number: int) -> None:
         if self._begun:
             super()._on_signal(number)
-        else:  # the controller waits for others, and listens to nobody
+        else:  # the controller waits for others, and reads no messages
             self.exit_code, self.end_text = 128 + number, f"interrupted by {signal.Signals(number).name}"
             self._loop.stop()
 
@@ -60,7 +60,7 @@ def run_foreground_agent(node: NodeSpec, ranks: int, say: Say) -> int:
         say(f"node {node.index} of {node.count}: {plural(ranks, 'rank')}, whose output comes on {host}")
     agent = ForegroundAgent(link, info)
     agent.serve()
-    link.close()  # who led waits for it
+    link.close()  # the controller waits for it
     if agent.exit_code is None:
         say("the head of the run has hung up: its host, or the network, is gone")
         return CUT_OFF

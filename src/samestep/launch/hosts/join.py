@@ -53,8 +53,8 @@ Say = Callable[[str], None]
 class AgentJoin:
     """Agents on their way to this controller.
 
-    `expected` is what to call those that are still missing, `where` how that sentence goes on which says who is waited
-    for, `node` this process's own, where somebody else starts the agents; None where a transport does.
+    `expected` are the names of the agents, `where` ends the sentence that names the missing ones, `node` is this
+    process's own where others start the agents, None where a transport does.
     """
 
     expected: Sequence[str]
@@ -64,7 +64,7 @@ class AgentJoin:
     node: NodeSpec | None = None
 
     def __post_init__(self) -> None:
-        self._say = functools.cache(self.say)  # once: who was rejected may try again, and again
+        self._say = functools.cache(self.say)  # once: a rejected agent may try again and again
         self._loop = Loop()
         self._links: list[AuthenticatedLink] = []
         self._faults: list[str] = []  # the first one, and what failed just after it
@@ -110,7 +110,7 @@ class AgentJoin:
             self._loop.stop()
 
     def _check(self, link: AuthenticatedLink) -> None:
-        """Takes in who belongs here; anybody may come again who has gone meanwhile."""
+        """Accepts or rejects an agent; one that has left may come again."""
         for other in list(self._links):
             other.receive()  # heartbeats
             if other.closed:
@@ -122,7 +122,7 @@ class AgentJoin:
             return
         reject([link], f"error: {reason}")
         if self.node is not None and self.node.launcher is not None:
-            self._failed(reason)  # nobody will start another
+            self._failed(reason)  # no other will be started
         else:
             self._say(f"note: {host_name(link)} ({link.address[0]}) was rejected: {reason}")
 
@@ -241,7 +241,7 @@ class ReplacementResult:
 class Replacement:
     """Brings back the hosts that a run has lost, between two attempts.
 
-    `source` says where they come from, None where there is this host alone, whose agent is forked; `preflight` returns
+    `source` is where they come from, None where there is this host alone, whose agent is forked; `preflight` returns
     the parts of all hosts of the controller, after all checks, and gives warnings to its argument.
     """
 
@@ -252,9 +252,9 @@ class Replacement:
     say: Say
 
     def bring_back(self, prepare: Callable[[tuple[HostRanks, ...]], object]) -> ReplacementResult:
-        """Waits until nobody is missing, and all have been examined and prepared."""
+        """Waits until no host is missing, and all have been examined and prepared."""
         self._late = self._broken_off = False
-        self._new: set[int] = set()  # who has connected
+        self._new: set[int] = set()  # hosts that have connected
         self._rejected: set[int] = set()
         self._say_once = functools.cache(self.say)
         try:
@@ -267,7 +267,7 @@ class Replacement:
                     alarm.cancel()
         except Interruption as signal:
             return ReplacementResult(signal=signal.args[0])
-        except RendezvousError as error:  # somebody else has the port by now
+        except RendezvousError as error:  # another process has the port by now
             return ReplacementResult(reason=f"not started again: no replacement can come in: {error}")
 
     @contextmanager
@@ -299,7 +299,7 @@ class Replacement:
         return {number: host for number, host in enumerate(self.controller.hosts) if host.gone}
 
     def _fill(self, loop: Loop) -> bool:
-        """Returns whether nobody is missing any more, before the time is up."""
+        """Starts agents until none is missing; returns False when the time is up."""
         while missing := self._missing():
             if self._late:
                 return False
@@ -345,7 +345,7 @@ class Replacement:
                 link.close()
 
     def _reject_new(self, reason: str) -> bool:
-        """Lets those go who have connected, for they do not fit; returns whether there were any."""
+        """Rejects the agents that have connected; returns whether there were any."""
         hosts = self.controller.hosts
         rejected, self._new = {number for number in self._new if hosts[number].address is not None}, set()
         for number in rejected:

@@ -92,7 +92,7 @@ def interface_named(name: str) -> Interface:
 
 
 class ProbeServer:
-    """A port that says who it is; watch :meth:`fileno`, then :meth:`serve_ready`."""
+    """A port that sends its nonce; watch :meth:`fileno`, then :meth:`serve_ready`."""
 
     def __init__(self, address: str = "0.0.0.0") -> None:  # noqa: S104  (others are to try it)
         self._socket = socket.create_server((address, 0), backlog=1024)

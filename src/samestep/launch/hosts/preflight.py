@@ -19,7 +19,7 @@ from samestep.schema import from_json
 
 MOST_PAIRS = 8  # that are named beside the first
 
-Reached = Mapping[str, Mapping[str, str | None]]  # from whom, to whom: why not, or None
+Reached = Mapping[str, Mapping[str, str | None]]  # by source and target host: why it is not reached, or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def preflight(controller: Controller, request: RunRequest, warn: Callable[[str],
         raise UsageError(fault)
     for warning in binding_warnings(infos, request.launcher):
         warn(warning)
-    alone = one_machine(controller.hosts)  # then nobody else needs to reach the store
+    alone = one_machine(controller.hosts)  # then no other host needs to reach the store
     machines = [(info.host, targets[label].address) for label, info in zip(labels, infos, strict=True)]
     return [
         HostRanks(
@@ -263,7 +263,7 @@ def _room(slots: Mapping[str, tuple[int, int]]) -> str | None:
 
 
 def _odd(infos: Sequence[HostInfo], values: Sequence[str]) -> str | None:
-    """Returns who differs from the most, or both where there are only two; None where all are equal."""
+    """Returns the hosts that differ from the most, or both where there are only two; None where all are equal."""
     counts = Counter(values)
     if len(counts) < 2:
         return None

@@ -171,7 +171,7 @@ class Listener:
         self._most = MOST_PENDING if soft == resource.RLIM_INFINITY else min(MOST_PENDING, max(1, soft // SHARE))
         self._pending: dict[int, PendingPeer] = {}
         self._ready: list[AuthenticatedLink] = []
-        self.rejected: list[str] = []  # who was, and why
+        self.rejected: list[str] = []  # addresses, and why
 
     def fileno(self) -> int:
         return self._poll.fileno()
@@ -231,7 +231,7 @@ class Listener:
         self._accept_peer(peer, nonce, about)
 
     def _accept_peer(self, peer: PendingPeer, nonce: str, about: dict[str, Any]) -> None:
-        """Takes in who has proved itself, unless it has given up meanwhile: it comes again, and would be twice."""
+        """Takes in a peer that has proved itself, unless it has left meanwhile: it would connect twice."""
         key = _mac(self._token, "key", peer.nonce, nonce)
         try:
             if _has_left(peer.stream):
@@ -293,12 +293,12 @@ def connect(
     `about` is what to tell of this side; `patient`: the controller may not be there yet, so a refusal is no answer.
 
     Raises:
-        RendezvousError: nobody answered, or not as the controller of this run; says what was tried.
+        RendezvousError: no address answered, or not as the controller of this run; says what was tried.
     """
     key = _token_key(token)
     until, reasons = time.monotonic() + seconds, dict[str, str]()
     while True:
-        answered = False  # by somebody who will not become ours
+        answered = False  # by a process that is not our controller
         for address in addresses:
             try:
                 return _reach(address, port, key, about, until)

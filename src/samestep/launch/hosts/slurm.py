@@ -61,7 +61,7 @@ def _header(job: BatchJob) -> Iterator[str]:
     yield "--requeue"
     yield "--open-mode=append"
     yield _option("output", f"{job.run_dir}/".replace("%", "%%") + "slurm-%j.out")
-    if job.variables:  # names alone: anybody may read the script
+    if job.variables:  # names alone: every user can read the script
         yield f"--export=ALL,{','.join(job.variables)}"
     if job.sbatch_args:
         yield _line(job.sbatch_args.removeprefix("#SBATCH").strip())
@@ -136,7 +136,7 @@ def _body(job: BatchJob) -> str:
 def submit(script: str, folder: Path) -> str:
     """Submits a job and returns its number.
 
-    It is kept in `folder`, with its output; made here, for Slurm ends a job whose output it cannot open without a word.
+    `folder`, which keeps the script and the output, is made here: Slurm ends a job whose output it cannot open.
 
     Raises:
         UsageError: there is no sbatch here, or it refuses the job, and says what sbatch said; or `folder` cannot be

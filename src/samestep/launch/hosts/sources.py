@@ -1,4 +1,4 @@
-"""Who starts the agents of other hosts: a transport from here, or somebody else, by hand, with srun or mpiexec."""
+"""Where the agents of other hosts come from: a transport starts them, or a person, srun or mpiexec does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from samestep.launch.hosts.transport import plan as plan_transport
 from samestep.launch.link import Link
 from samestep.rankenv import RankVariables
 
-JOIN_TIMEOUT_S = 300.0  # for agents that somebody else starts; a queue may start hosts one by one
+JOIN_TIMEOUT_S = 300.0  # for agents that others start; a queue may start hosts one by one
 CONNECT_S = 15.0  # for agents that a transport starts
 LEAVE_S = 2.0  # for a transport, or an agent, to end when it is told to
 RETRY_S = 1.0  # between two tries to start an agent
@@ -124,16 +124,16 @@ class TransportMonitor:
             self._failed(explain(name, self._one.start.via, output.code, "\n".join(output.text), self._python))
 
 
-# --- hosts that somebody else starts --------------------------------------------------------------
+# --- agents that others start ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSpec:
-    """One of `count` processes that somebody else has started; number 0 leads.
+    """One of `count` processes that a person, srun or mpiexec has started; number 0 leads.
 
     They meet at `address` and `port`, or through a file; `named` is how a person has written that, and `bind` the
     address at which number 0 listens. All were started with the same `program`; `launcher` is what has started them,
-    in the words of samestep.rankenv, None where somebody has by hand.
+    in the words of samestep.rankenv, None for a person.
     """
 
     index: int
@@ -218,7 +218,7 @@ def notify_end(controller: Controller, text: str, code: int) -> None:
 # --- replacements ---------------------------------------------------------------------------------
 
 # Both classes let agents connect that take the place of lost ones. Hosts go by their place in the run, from 0;
-# `reasons` say why nobody has come so far; `node` is this process's own, where somebody else starts agents.
+# `reasons` say why nobody has come so far; `node` is this process's own, where others start agents.
 
 
 @dataclass
@@ -292,7 +292,7 @@ class TransportSource:
         return True
 
     def failed(self, number: int, reason: str) -> None:
-        """Gives up who has connected, or is on the way."""
+        """Drops the agent that has connected, or is on the way."""
         self.reasons[number] = reason
         self._drop(self._tries.pop(number))
         self._pausing[number] = self._loop.at(RETRY_S, partial(self._retry, number))
@@ -314,7 +314,7 @@ class TransportSource:
 
 
 class JoinSource:
-    """Waits for agents that somebody else starts."""
+    """Waits for agents that others start."""
 
     def __init__(self, node: NodeSpec) -> None:
         self.node = node
@@ -347,7 +347,7 @@ class JoinSource:
         return f"{own}; there, or in its place: {command}"
 
     def start(self, number: int, host: AgentConnection) -> None:
-        """Does nothing: somebody else starts it."""
+        """Does nothing: others start it."""
 
     def accept(self, number: int, new: AgentConnection) -> bool:  # noqa: ARG002
         return True

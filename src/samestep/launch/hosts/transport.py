@@ -27,7 +27,7 @@ VIAS = ("ssh", "pdsh", "clush")
 CONNECT_S = 4  # seconds for a host to answer; the first of two equal ssh options counts, so a user's own wins
 SSH_OPTIONS = ("-T", "-x", "-a", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}")
 JOIN_INFO = "SAMESTEP_GREETING"
-MOST_JOIN_INFO = 1 << 15  # bytes that a pipe surely takes before anybody reads
+MOST_JOIN_INFO = 1 << 15  # bytes that a pipe takes without a reader
 PACKAGES = {"ssh": "openssh-client", "pdsh": "pdsh", "clush": "clustershell"}  # what apt calls them
 
 
@@ -231,7 +231,7 @@ def _watch_input_of(parent: int, poller: select.poll) -> bool:
         return False
     try:
         ended = os.read(pipe, 1) == b""
-    except OSError:  # BlockingIOError: somebody holds the other end
+    except OSError:  # BlockingIOError: the other end is open
         ended = False
     poller.register(pipe, 0)  # POLLHUP comes unasked
     return ended

@@ -31,7 +31,7 @@ _watched: list[bool] = []
 
 
 def is_watched() -> bool:
-    """Tells whether somebody watches this process already: `samestep run`, a pool, or a watcher."""
+    """Tells whether this process is watched already: by `samestep run`, a pool, or a watcher."""
     return bool(_watched)
 
 

@@ -53,7 +53,7 @@ def diagnose(ranks: Sequence[RankHeartbeat], least: float = HANG_AFTER_S, behind
 
 
 def is_doubtful(ranks: Sequence[RankHeartbeat], least: float = HANG_AFTER_S) -> bool:
-    """Whether nothing progresses though all ranks compute: whoever waits in a kernel of NCCL looks like that."""
+    """Whether nothing progresses though all ranks compute: ranks that wait in a kernel of NCCL look like that."""
     since = min((each.since_progress for each in ranks), default=0.0)
     return since >= limit(ranks, least) and all(_is_busy(each) and not each.operation for each in ranks)
 
@@ -81,7 +81,7 @@ def _diagnose(ranks: Sequence[RankHeartbeat], least: float, behind: Sequence[int
     busy, asleep = [one for one in outside if _is_busy(one)], [one for one in outside if not _is_busy(one)]
     if busy and (inside or asleep):
         return _hang("busy", busy, since)
-    if busy:  # all compute; who waits all the same waits in a kernel
+    if busy:  # all compute; a rank that waits does so in a kernel
         return _hang("busy", busy, since) if behind else None
     disk = [each for each in asleep if each.state == "D"]
     return _hang("disk", disk, since) if disk else _hang("asleep", asleep if inside else _least_far(asleep), since)
@@ -128,7 +128,7 @@ def _hang(kind: Kind, ranks: Sequence[RankHeartbeat], since: float, *, certain: 
 
 
 def describe_hang(hang: Hang, ranks: Mapping[int, RankHeartbeat], positions: Mapping[int, str]) -> list[str]:
-    """Returns what a person is told: who is stuck, where, and what the others wait in; `positions` are their lines."""
+    """Returns the report: which ranks are stuck, where, and what the others wait in; `positions` are their lines."""
     lines = [f"no progress for {hang.since_progress:.0f} s: {_headline(hang, ranks)}"]
     silent = [ranks[rank] for rank in hang.culprits if hang.kind == "call" and not ranks[rank].serving]
     answers = [each.rank for each in silent if each.callee < 0]

@@ -23,9 +23,9 @@ FACTOR = 1.4  # times the others' time
 SHARE = 0.15  # of a step
 NAMED = 1.1  # times the others' time, for a display
 MORE = 1.15  # times the others' work: so much longer may it take
-NETWORK = (-1, "messages")  # who is suspected where no rank is
+NETWORK = (-1, "messages")  # the suspect where no rank is one
 CRAWLS = 0.7  # of a step in messages: the network is slow for them
-CRAWL_S = 0.05  # seconds of such a step at least: short ones wait for latencies that nobody can help
+CRAWL_S = 0.05  # seconds of such a step at least: short ones wait for latencies
 AGAIN = 300.0  # seconds until a rank is named again
 
 

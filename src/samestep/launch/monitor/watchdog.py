@@ -130,7 +130,7 @@ class Watchdog:
         return [each for rank in ranks for each in self._collectives.get(rank, ())]
 
     def _ask_recorders(self, known: Mapping[int, RankHeartbeat]) -> None:
-        """Asks the flight recorders where the heartbeats alone cannot tell who waits."""
+        """Asks the flight recorders where the heartbeats cannot tell which ranks wait."""
         if self._since is not None:
             return
         if not is_doubtful(list(known.values()), self.least):

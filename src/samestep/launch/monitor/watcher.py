@@ -32,7 +32,7 @@ from samestep.text import rank_list
 LONGEST = 64  # bytes in which a rank says its number
 CONNECT_S = 30.0  # for all ranks of the host to connect
 SILENT = "it ended without a word: by a signal, or by os._exit"
-EXTERNAL_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}  # somebody has ended the run: nothing to explain
+EXTERNAL_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}  # the run was ended from outside: nothing to explain
 
 
 class ForeignRank(RankProcess):
@@ -154,7 +154,7 @@ def _accept_rank(stream: socket.socket) -> ForeignRank | None:
 
 
 def last_lines(result: RunResult, size: int, host: str) -> list[str]:
-    """Returns what is said at the end, of `size` ranks in all: nothing where nobody failed, or somebody ended it."""
+    """Returns the last lines, of `size` ranks in all: none where no rank failed, or the run was ended from outside."""
     cause = result.root_cause
     if cause is None or cause.signal in EXTERNAL_SIGNALS or cause.exception == "KeyboardInterrupt":
         return []

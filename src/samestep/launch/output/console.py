@@ -28,13 +28,13 @@ RETRY_S = 0.005  # until a slow reader is tried again
 
 
 def say(text: str, *, plain: bool = False) -> None:
-    """Writes a line of the launcher's own on standard error, as long as somebody reads it."""
-    if os.isatty(2):  # an exception's message is somebody else's text
+    """Writes a line of the launcher's own on standard error, as long as it has a reader."""
+    if os.isatty(2):  # an exception's message may hold escape sequences
         text = "\n".join(strip_control(line.encode(errors="replace")).decode() for line in text.split("\n"))
     try:
         sys.stderr.write(text + "\n" if plain else f"samestep: {text}\n")
         sys.stderr.flush()
-    except OSError:  # whoever has read it is gone: the run and its exit code are not
+    except OSError:  # the reader is gone; the run goes on and keeps its exit code
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # else python fails once more at its end, with code 120
 
 
@@ -53,7 +53,7 @@ class Cursor:
 
 @dataclass
 class NonBlockingWriter:
-    """One of the launcher's own two streams. What its reader does not take now is held, and nobody waits for it.
+    """One of the launcher's own two streams. What its reader does not take now is held; the launcher does not wait.
 
     What cannot be shown any more is dropped: the files have it all.
     """

@@ -103,7 +103,7 @@ class LineMerger:
         self._same: defaultdict[bytes, list[_Entry]] = defaultdict(list)
         self._last: dict[int, int] = {}  # the number of the line that each rank has printed last
         self._numbers = 0
-        self._plain: list[bytes] = []  # lines that wait for nobody
+        self._plain: list[bytes] = []  # lines that are shown at once
 
     def feed(self, rank: int, text: bytes, now: float) -> None:
         if not self._window:

@@ -40,8 +40,8 @@ _OF_PYTHON = (io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.Buffer
 class RankTask:
     """What a rank is told beside its variables; the numbers are descriptors that it inherits.
 
-    `control` leads to whoever watches it; `stacks` is the file for fatal stacks (standard error without one); on
-    `store` it serves the store; `progress` is its progress record; `calls` brings functions, in place of the program.
+    `control` leads to the process that watches it; `stacks` is the file for fatal stacks (standard error without one);
+    on `store` it serves the store; `progress` is its progress record; `calls` brings functions instead of a program.
     """
 
     program: tuple[str, ...] = ()

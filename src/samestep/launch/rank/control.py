@@ -1,4 +1,4 @@
-"""The pipe between a rank and whoever watches it: both its ends, and what the watcher knows of the rank.
+"""The pipe between a rank and the process that watches it: both ends, and what the watcher knows of the rank.
 
 A thread reads the commands: the main thread may be in a collective for long, and a signal would end the workers of a
 DataLoader, or run a handler of the script's that saves with peers that are dead.
@@ -31,7 +31,7 @@ _pace = [""]
 
 
 def when_preempted(preempt: Preempt | None) -> None:
-    """Names who saves and leaves when this rank is to be preempted; None: nobody any more.
+    """Registers the function that saves and leaves when this rank is to be preempted; None removes it.
 
     It is called on a thread other than the main one, and must return at once.
     """
@@ -39,7 +39,7 @@ def when_preempted(preempt: Preempt | None) -> None:
 
 
 def preempt(number: int) -> bool:
-    """Passes the command on; returns False where nobody in this process can carry it out."""
+    """Passes the command on; returns False where no function is registered."""
     for one in _preempt:
         one(number)
     return bool(_preempt)

@@ -20,7 +20,7 @@ from samestep.launch.rank.user_code import below_the_launcher, format_traceback,
 
 
 def print_exception(error: BaseException, failure: FailureRecord, *, launched: bool) -> None:
-    """Prints what is to be seen of an exception that nobody caught; `launched`: by somebody who sums it up."""
+    """Prints what is to be seen of an uncaught exception; `launched`: a launcher sums it up."""
     if isinstance(error, SystemExit):
         if error.code is not None and not isinstance(error.code, int):
             write_stderr(f"{text_in(error)}\n")

@@ -45,7 +45,7 @@ LOST_PEER = re.compile(
     + RPC_TIMEOUT,
     re.IGNORECASE,
 )
-# How they begin where nothing else tells whose they are: gloo's place in its source, NCCL's name, the store's words.
+# Their beginnings, where nothing else tells their origin: gloo's place in its source, NCCL's name, the store's words.
 NATIVE = re.compile(
     r"^\[\S+:\d+\] |\bnccl|^wait timeout after|TCPStore|ProcessGroup|originated at tensorpipe/|^RPCErr:", re.IGNORECASE
 )
@@ -102,7 +102,7 @@ def code_line(where: str, source: str | None) -> str:
 
 
 def describe(error: BaseException, rank: int) -> FailureRecord:
-    """Returns the record of an exception that nobody caught: of the spawned rank that is behind it, if one is."""
+    """Returns the record of an uncaught exception, of the spawned rank that has caused it where one has."""
     where, source = tried(lambda: _place_of(error), UNKNOWN)
     message = error.msg if isinstance(error, SyntaxError) and isinstance(error.msg, str) else text_in(error)
     failure = FailureRecord(

@@ -32,7 +32,7 @@ from samestep.rankenv import variable
 class RankContext:
     """Where an observer finds itself.
 
-    `folder` is for its files and may not exist yet, None where nobody keeps any; `spawned` says that the script
+    `folder` is for its files and may not exist yet, None where none are kept; `spawned` says that the script
     itself has started this rank.
     """
 
@@ -161,6 +161,6 @@ def _joined() -> None:
     unsubscribe(Observer)  # those of the process that has forked this one
     _load(RankContext(rank=rank, size=size, folder=own, spawned=True))
     if _watching:
-        from multiprocessing.util import Finalize  # whose processes leave by no other door
+        from multiprocessing.util import Finalize  # multiprocessing ends its processes by os._exit
 
         Finalize(None, end, args=(None,), exitpriority=0)

@@ -27,10 +27,10 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _ENV_POSITION = 10  # of `env` among the arguments of subprocess.Popen
 _MAY_JOIN = re.compile(r"python|\.py\b|\.sh\b|torchrun|accelerate|deepspeed")  # commands that may start ranks
 
-_ports: list[str] = []  # where somebody serves it, as the launcher told this process
+_ports: list[str] = []  # where it is served, as the launcher told this process
 _patched: list[bool] = []  # subprocess.Popen is
 _stores: list[Any] = []  # what serves must outlive the script: clients fail when it is collected
-_pending: list[tuple[socket.socket, int, Callable[[], None]]] = []  # listener and size of what nobody serves yet
+_pending: list[tuple[socket.socket, int, Callable[[], None]]] = []  # listener and size of what is not served yet
 
 
 def check_loopback() -> None:
@@ -127,7 +127,7 @@ def use_stores_at(ports: list[str]) -> None:
 
 
 def is_served(port: str | None = None) -> bool:
-    """Tells whether the launcher has somebody serve the store at a port, by default at MASTER_PORT."""
+    """Tells whether the launcher's store is served at a port, by default at MASTER_PORT."""
     return variable(AGENT_STORE) == "True" or (variable("MASTER_PORT") if port is None else port) in _ports
 
 

@@ -188,7 +188,7 @@ class Timeline(Observer, ProgressListener):
         self._file.put("at", self._finished, fields, since / 1e9)
 
     def _write_line(self, finished: int, now: int) -> None:
-        """Hands over a line for the steps since the last; whoever writes it finds the words."""
+        """Hands over a line for the steps since the last; the writing thread makes its text."""
         if self._file is None:
             return
         if not self._machine_written and finished:
