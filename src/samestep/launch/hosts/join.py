@@ -12,7 +12,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from samestep.errors import RendezvousError, SamestepError, UsageError
 from samestep.launch.controller import (
@@ -62,10 +62,10 @@ class AgentJoin:
     say: Say
     where: str = ""
     node: NodeSpec | None = None
+    loop: Loop = field(default_factory=Loop)
 
     def __post_init__(self) -> None:
         self._say = functools.cache(self.say)  # once: a rejected agent may try again and again
-        self._loop = Loop()
         self._links: list[AuthenticatedLink] = []
         self._faults: list[str] = []  # the first one, and what failed just after it
 
@@ -78,20 +78,20 @@ class AgentJoin:
             UsageError: a transport could not start one; says why, and what fixes it.
             RendezvousError: some did not come in time; says who.
         """
-        self._loop.watch(self.listener.fileno(), self._accept)
-        monitors = [TransportMonitor(self._loop, one, self._failed, python) for one in started]
+        self.loop.watch(self.listener.fileno(), self._accept)
+        monitors = [TransportMonitor(self.loop, one, self._failed, python) for one in started]
         self._seconds = seconds
-        self._loop.at(seconds, self._too_late)
-        self._loop.at(SAY_AFTER_S, self._say_for_whom)
+        self.loop.at(seconds, self._too_late)
+        self.loop.at(SAY_AFTER_S, self._say_for_whom)
         try:
-            self._loop.run()
+            self.loop.run()
         except BaseException:
             self._reject_all("error: node 0 has given up waiting")
             raise
         finally:
             for monitor in monitors:
                 monitor.close()
-            self._loop.close()
+            self.loop.close()
         if self._faults:
             self._reject_all(f"error: {self._faults[0]}")
             more = ["…"] if len(self._faults) > MOST_NAMES + 1 else []
@@ -107,7 +107,7 @@ class AgentJoin:
             self._say(f"note: {address} was rejected: {reason}")
         self.listener.rejected.clear()
         if len(self._links) == len(self.expected):
-            self._loop.stop()
+            self.loop.stop()
 
     def _check(self, link: AuthenticatedLink) -> None:
         """Accepts or rejects an agent; one that has left may come again."""
@@ -144,7 +144,7 @@ class AgentJoin:
     def _failed(self, reason: str) -> None:
         self._faults.append(reason)
         if len(self._faults) == 1:
-            self._loop.at(TOGETHER_S, self._loop.stop)
+            self.loop.at(TOGETHER_S, self.loop.stop)
 
     def _name(self, link: AuthenticatedLink) -> str:
         index, own = link.peer_info.get("index"), link.peer_info.get("name") or host_name(link)
@@ -163,7 +163,7 @@ class AgentJoin:
         count = f" ({missing} of the {of} that were waited for)" if of > 1 else ""
         late = f"waited {self._seconds:.0f} s, and {self._missing()} never came{count}"
         self._faults = [f"{late}: start samestep there too, or see whether this host can be reached from there"]
-        self._loop.stop()
+        self.loop.stop()
 
 
 def start_by_transport(spec: TransportSpec, say: Say) -> tuple[list[AgentConnection], list[Started]]:
@@ -202,27 +202,17 @@ def ssh_aliases(host: str, ssh_args: str = "") -> set[str]:
 def wait_for_agents(node: NodeSpec, ranks: int, say: Say) -> list[AgentConnection]:
     """Returns the agents that were started beside this one, in the order of their numbers; this process is number 0."""
     own = open_here(socket.gethostname(), ranks)
+    loop = Loop()
+    hint = "; if it is node 0 of this run that has it, this host is another node: give it another --node-rank"
     try:
-        with _listener(node) as listener:
-            node.publish_address(listener.port)
+        with JoinSource(node).opened(loop, hint if node.port else "") as listener:
             names = [f"{node.word} {index}" for index in range(1, node.count)]
             where = f" to come in at {node.where}" if node.launcher is None else ""
-            links = AgentJoin(names, listener, say, where, node).collect(node.join_timeout)
+            links = AgentJoin(names, listener, say, where, node, loop).collect(node.join_timeout)
     except BaseException:
         own.link.close()
         raise
-    finally:
-        if node.file is not None:
-            node.file.unlink(missing_ok=True)
     return [own, *(connection_of(link) for link in sorted(links, key=lambda link: int(link.peer_info["index"])))]
-
-
-def _listener(node: NodeSpec) -> Listener:
-    try:
-        return Listener(node.token, node.bind, node.port)
-    except RendezvousError as error:
-        hint = "; if it is node 0 of this run that has it, this host is another node: give it another --node-rank"
-        raise RendezvousError(f"{error}{hint if node.port else ''}") from error
 
 
 # --- replacements ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samestep.errors import UsageError
+from samestep.errors import RendezvousError, UsageError
 from samestep.launch.agent import JoinInfo
 from samestep.launch.controller import AgentConnection, Controller
 from samestep.launch.event_loop import Alarm, Loop
@@ -176,11 +176,6 @@ class NodeSpec:
             )
         return None
 
-    def publish_address(self, port: int) -> None:
-        if self.file is not None:
-            here = [interface.address for interface in addresses()]
-            rendezvous_file.write(self.file, {"addresses": here, "port": port, "token": self.token})
-
 
 def node_spec(task: RankVariables, join_timeout: float = JOIN_TIMEOUT_S, program: Sequence[str] = ()) -> NodeSpec:
     file = rendezvous_file.rendezvous_path(task)
@@ -321,9 +316,14 @@ class JoinSource:
         self.reasons: dict[int, str] = {}
 
     @contextmanager
-    def opened(self, loop: Loop) -> Iterator[Listener]:
+    def opened(self, loop: Loop, hint: str = "") -> Iterator[Listener]:
+        """Lets agents connect until left; `hint` says what to do where another process has the port."""
         node = self.node
-        with Listener(node.token, node.bind, node.port) as listener:
+        try:
+            listener = Listener(node.token, node.bind, node.port)
+        except RendezvousError as error:
+            raise RendezvousError(f"{error}{hint}") from error
+        with listener:
             self._publish(loop, listener.port)
             try:
                 yield listener
@@ -333,8 +333,10 @@ class JoinSource:
                     node.file.unlink(missing_ok=True)
 
     def _publish(self, loop: Loop, port: int) -> None:
-        """Says where this process waits, again and again: what is old is taken for a leftover."""
-        self.node.publish_address(port)
+        """Writes where this process waits, if to a file again and again: an old one is taken for a leftover."""
+        if self.node.file is not None:
+            here = [interface.address for interface in addresses()]
+            rendezvous_file.write(self.node.file, {"addresses": here, "port": port, "token": self.node.token})
         self._again = loop.at(REFRESH_S, partial(self._publish, loop, port))
 
     def waiting_text(self, number: int, host: AgentConnection, limit: str) -> str:
