@@ -18,7 +18,7 @@ from samestep.rankenv import set_variables, variable
 __all__ = ["main"]
 
 
-COMMANDS = {  # each a module beside this one with `main(arguments: Sequence[str]) -> int`; and what the help says of it
+COMMANDS = {  # each a module of this package with `main(arguments: Sequence[str]) -> int`; and its line in the help
     "run": "start a script on N processes, here or on several hosts",
     "verify": "prove that N processes train as one, or name what is different",
     "watch": "look at a run while it goes on, or afterwards",

@@ -17,7 +17,7 @@ from samestep.launch.resources import busy_cores
 from samestep.paths import default_run_path
 
 HEAD = 512  # bytes of a file that tell what it is
-BUSY = 0.25  # of the cores: what a desktop does beside is less
+BUSY = 0.25  # of the cores: a desktop uses less
 SHELL = re.compile(rb"#!.*\b((?:ba|da|z|k)?sh)\b")
 
 

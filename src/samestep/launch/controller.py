@@ -295,7 +295,7 @@ class Controller:
     # --- lost hosts ---------------------------------------------------------------------------------
 
     def _check_silence(self) -> None:
-        """Gives up hosts that have been silent for long: a network may fail without a word."""
+        """Drops hosts that have been silent for long: a network may fail without an error."""
         self._loop.at(1.0, self._check_silence)
         running = self._supervisor is not None
         for host in self.hosts:

@@ -86,7 +86,7 @@ def unbound_cores(root: Path = MACHINE, read: Callable[[str], str | None] = vari
 
 
 def _online(root: Path, otherwise: int) -> int:
-    listed = read_if_there(root / "sys/devices/system/cpu/online")  # os.cpu_count() obeys PYTHON_CPU_COUNT from 3.13 on
+    listed = read_if_there(root / "sys/devices/system/cpu/online")  # os.cpu_count() reads PYTHON_CPU_COUNT from 3.13 on
     return len(parse_cpu_list(listed)) if listed else otherwise
 
 

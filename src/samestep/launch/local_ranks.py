@@ -94,7 +94,7 @@ class LocalRanks:
         self._send = send
         self._ranks: dict[int, _LocalRank] = {}
         self._terminals: list[tuple[int, int]] = []  # (the real one, the master of rank 0's)
-        self._killed = 0  # what the kernel had killed for want of memory when the ranks were started
+        self._killed = 0  # out-of-memory kills of the kernel when the ranks were started
         self._paused = False  # the ranks' output is not read
 
     # --- start ------------------------------------------------------------------------------------

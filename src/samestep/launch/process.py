@@ -77,7 +77,7 @@ def start(
 ) -> Process:
     """Starts a program in a session of its own; streams are as in :class:`subprocess.Popen`, `keep` is inherited.
 
-    Call it from a thread that lives as long as the program shall.
+    Call it from a thread that lives at least as long as the program.
     """
     return subprocess.Popen(
         command,
@@ -187,9 +187,9 @@ def mpi_channel() -> list[int]:
 
 
 def end_for_mpiexec() -> None:
-    """Tells MPICH's mpiexec that MPI has ended in this process: one that closes its channel without a word has failed.
+    """Tells MPICH's mpiexec that MPI has ended here: a process that closes its channel without a message has failed.
 
-    The library says so when C's exit handlers run, which is never in a process that ends by `os._exit`.
+    The library does so in C's exit handlers, which do not run in a process that ends by `os._exit`.
     """
     for channel in mpi_channel():
         with contextlib.suppress(OSError):  # it has been said, and mpiexec has hung up

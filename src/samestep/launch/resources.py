@@ -13,7 +13,7 @@ from samestep.launch.cpus import MACHINE, groups, read_if_there
 from samestep.rankenv import variable
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
-KERNEL_KILLED = "the kernel killed"  # in what is said of a rank that has ended for want of memory, and nowhere else
+KERNEL_KILLED = "the kernel killed"  # only in the message of a rank that ended because memory ran out
 BYTES_OF_A_RANK = 28 << 20  # that a forked rank of the smallest model has for itself, torch 2.13: the least there is
 BUSY_WINDOW_S = 0.2
 _COUNTERS = {1: "memory.oom_control", 2: "memory.events"}  # by version of the hierarchy
@@ -52,7 +52,7 @@ def _present_gpus(driver: Path) -> int:
 
 
 def out_of_memory_kills(root: Path = MACHINE) -> int:
-    """Returns how many processes the kernel has killed for want of memory: of this group, else of this machine."""
+    """Returns how many processes the kernel killed because memory ran out: of this group, else of this machine."""
     own = _own_kills(root)
     return _count(root / "proc/vmstat") or 0 if own is None else own
 
@@ -125,7 +125,7 @@ def _number(file: Path) -> int | None:
 def busy_cores(cores: Collection[int], root: Path = MACHINE) -> float:
     """Returns how many of some cores were busy while this process slept, on average; 0 where /proc/stat does not say.
 
-    The load average tells of the last minute, and so of what the user himself has just run.
+    The load average covers the last minute, and so what the user has just run.
     """
     before = _ticks(root)
     time.sleep(BUSY_WINDOW_S)

@@ -1,6 +1,6 @@
 """Decides what happens to a run: how long to wait, when to stop the other ranks, what a signal means.
 
-After a failure the others may explain it better, or end by themselves; then they are told to stop over the pipe, asked
+After a failure the others may explain it better, or end by themselves; then they are stopped over the pipe, asked
 for stacks, terminated and killed. A rank that fails by itself is not hurried: its threads and atexit handlers run.
 """
 
@@ -98,13 +98,13 @@ class Supervisor:
             self._stop()
 
     def running(self) -> list[int]:
-        """Returns the ranks that have not ended; none while they are told to end."""
+        """Returns the ranks that have not ended; none while the run is ending."""
         held = [rank for host in self._hosts for rank in host.ranks if rank not in self._codes]
         return [] if self.ending or self._failures else held
 
     @property
     def ending(self) -> bool:
-        """Whether ranks are told to end, by us or by a signal."""
+        """Whether ranks have been stopped, or sent a signal."""
         return self._stopping or bool(self._signals)
 
     def command(self, what: str, ranks: Collection[int]) -> None:

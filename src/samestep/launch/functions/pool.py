@@ -239,7 +239,7 @@ def _receive(one: _PoolRank) -> tuple[str, Any]:
 
 
 def _as_error(cause: FailureRecord, failures: list[FailureRecord], size: int) -> RankFailure:
-    """Returns what the caller is told: the culprit, its own traceback, and which ranks lost their connection to it."""
+    """Returns the caller's error: the culprit, its own traceback, and which ranks lost their connection to it."""
     reason = f"of {size} failed: {cause.exception}: {cause.message}"
     if cause.where is not None:
         reason += f"\n  at {cause.line}"

@@ -1,7 +1,6 @@
 """The agent that `samestep run` is on every host but the one that leads, where no transport has started it.
 
-Started by hand it tells the person what happens. Tasks of srun and mpiexec are silent: they share the controller's
-output.
+Started by hand it says what happens. Tasks of srun and mpiexec are silent: they share the controller's output.
 """
 
 from __future__ import annotations

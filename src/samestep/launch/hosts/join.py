@@ -1,7 +1,7 @@
 """Waits until the agents of all hosts are connected: before the first attempt, and in the place of lost ones.
 
-Whoever is missing is named, with the reason that ssh or the host gave. An agent that does not belong to the run is told
-why at once. Hosts that are left when one is lost keep their agents, with all that these have imported.
+Missing hosts are named, with the reason that ssh or the host gave. An agent that does not belong to the run gets the
+reason at once. Hosts that are left when one is lost keep their agents, with all that these have imported.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def ssh_aliases(host: str, ssh_args: str = "") -> set[str]:
 
 
 def wait_for_agents(node: NodeSpec, ranks: int, say: Say) -> list[AgentConnection]:
-    """Returns the agents that were started beside this one, in the order of their numbers; this process is number 0."""
+    """Returns this agent and those that others have started, in the order of their numbers; its own is 0."""
     own = open_here(socket.gethostname(), ranks)
     loop = Loop()
     hint = "; if it is node 0 of this run that has it, this host is another node: give it another --node-rank"

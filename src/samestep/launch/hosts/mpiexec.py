@@ -38,7 +38,7 @@ def options(version: str, *, is_root: bool) -> list[str]:
     []
     """
     if "OpenRTE" not in version and "Open MPI" not in version:
-        return []  # MPICH binds nothing; Intel MPI is told by a variable
+        return []  # MPICH binds nothing; for Intel MPI there is a variable
     more = ["--oversubscribe"] if "OpenRTE" in version else ["--map-by", ":OVERSUBSCRIBE"]
     return ["--bind-to", "none", *more, *(["--allow-run-as-root"] if is_root else [])]
 

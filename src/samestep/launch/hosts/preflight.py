@@ -17,7 +17,7 @@ from samestep.launch.hosts.host_info import HostInfo, digest
 from samestep.launch.hosts.network import ProbeTarget, addresses
 from samestep.schema import from_json
 
-MOST_PAIRS = 8  # that are named beside the first
+MOST_PAIRS = 8  # that are named after the first
 
 Reached = Mapping[str, Mapping[str, str | None]]  # by source and target host: why it is not reached, or None
 

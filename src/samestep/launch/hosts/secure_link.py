@@ -290,7 +290,7 @@ def connect(
 ) -> AuthenticatedLink:
     """Returns a connection to the controller, at the first of its addresses that answers.
 
-    `about` is what to tell of this side; `patient`: the controller may not be there yet, so a refusal is no answer.
+    `about` describes this side; `patient`: the controller may not be there yet, so a refusal is no answer.
 
     Raises:
         RendezvousError: no address answered, or not as the controller of this run; says what was tried.

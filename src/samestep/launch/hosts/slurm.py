@@ -72,7 +72,7 @@ def _option(name: str, value: str) -> str:
 
 
 def _line(text: str) -> str:
-    """Returns `text`, which must not begin another line: that one would be obeyed too."""
+    """Returns `text`, which must not begin another line: sbatch or the shell would run that."""
     if not text.isprintable():
         raise UsageError(f"{text!r} cannot stand in a job script: leave line breaks and control characters out")
     return text

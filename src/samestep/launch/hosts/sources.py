@@ -28,7 +28,7 @@ from samestep.rankenv import RankVariables
 
 JOIN_TIMEOUT_S = 300.0  # for agents that others start; a queue may start hosts one by one
 CONNECT_S = 15.0  # for agents that a transport starts
-LEAVE_S = 2.0  # for a transport, or an agent, to end when it is told to
+LEAVE_S = 2.0  # for a transport, or an agent, to end
 RETRY_S = 1.0  # between two tries to start an agent
 REFRESH_S = 60.0  # after which the rendezvous file is written anew
 ANY_ADDRESS = "0.0.0.0"  # noqa: S104  (the others must reach it)
@@ -275,7 +275,7 @@ class TransportSource:
         self._tries[number] = _Try(host.host, started, alarm, monitor)
 
     def accept(self, number: int, new: AgentConnection) -> bool:
-        """Takes note of an agent that has connected; returns whether it still counts."""
+        """Records an agent that has connected; returns False where it came too late."""
         current = self._tries.get(number)
         if current is None or current.monitor is None:
             return False

@@ -224,7 +224,7 @@ def feed(argv: Sequence[str]) -> int:
 
 
 def _watch_input_of(parent: int, poller: select.poll) -> bool:
-    """Adds the standard input of pdsh to `poller`; returns whether it has ended already, when poll would not say so."""
+    """Adds the standard input of pdsh to `poller`; returns whether it has ended already, which poll does not report."""
     try:
         pipe = os.open(f"/proc/{parent}/fd/0", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:  # not a pipe: then there is no end to see

@@ -41,7 +41,7 @@ class ForeignRank(RankProcess):
         self.handle = handle  # a pidfd
         self.leaving = False  # it has said that its interpreter ends in good order
         self.reported = False  # it has said why it fails, and ends by itself
-        self.code: int | None = None  # of one that ended without a word, where it is known
+        self.code: int | None = None  # of one that ended without a message, where it is known
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

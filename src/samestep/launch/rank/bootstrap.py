@@ -38,7 +38,7 @@ _OF_PYTHON = (io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.Buffer
 
 @dataclass(frozen=True, kw_only=True)
 class RankTask:
-    """What a rank is told beside its variables; the numbers are descriptors that it inherits.
+    """What a rank needs beyond its variables; the numbers are descriptors that it inherits.
 
     `control` leads to the process that watches it; `stacks` is the file for fatal stacks (standard error without one);
     on `store` it serves the store; `progress` is its progress record; `calls` brings functions instead of a program.
@@ -82,7 +82,7 @@ def run_rank(task: RankTask) -> NoReturn:
     if task.store is not None:
         os.set_inheritable(task.store, False)
         serve_store(socket.socket(fileno=task.store), size)
-    if not variable("PYTHONUNBUFFERED"):  # a pipe's lines shall come when they are whole
+    if not variable("PYTHONUNBUFFERED"):  # else lines would stay in the buffer of a pipe
         cast("io.TextIOWrapper", sys.stdout).reconfigure(line_buffering=True)
     if task.calls is None:
         use_store()

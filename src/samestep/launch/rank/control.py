@@ -154,7 +154,7 @@ class RankProcess:
         return (record.site, text_of(record.site)) if place[0] is None and record.in_collective else place
 
     def end_message(self, code: int, death: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the supervisor is told when it has ended; `death` is a FailureRecord, `code` as usual."""
+        """Returns the message to the supervisor at its end; `death` is a FailureRecord, `code` the exit code."""
         record = self.progress()
         ended = {"rank": self.rank, "pid": self.pid, "code": code, "death": death}
         return {**ended, "step": record.step, "collectives": record.entered}

@@ -282,7 +282,7 @@ def death(
     *,
     of_memory: bool = False,
 ) -> FailureRecord:
-    """Returns the failure of a rank that ended without a word; `code` is negative for a signal.
+    """Returns the failure of a rank that ended without an exception; `code` is negative for a signal.
 
     `place` is the user's line that it was at and its text, where they are known; `of_memory`: the kernel has killed a
     process meanwhile, because memory ran out.

@@ -118,7 +118,7 @@ def _pass_on(starter: int, module: ModuleType) -> None:
 
 
 class _Starter:
-    """Pickled among what a child is told; unpickled there, it is a call of :func:`_begin_spawned`."""
+    """Part of the data pickled for a child; unpickled there, it is a call of :func:`_begin_spawned`."""
 
     def __init__(self, starter: int) -> None:
         self._starter = starter

@@ -180,7 +180,7 @@ class LastGradients:
         return False
 
     def _filled(self) -> dict[int, tuple[int, int]]:
-        """Returns which gradient is the last of each bucket; none where the model tells of its buckets by itself."""
+        """Returns which gradient is the last of each bucket; none where the model reports its buckets by itself."""
         wrapped = self._wrapped()
         known = {} if wrapped is None or wrapped._comm_hooks else wrapped._get_ddp_logging_data()  # noqa: SLF001
         members, sizes = known.get("rebuilt_per_bucket_param_indices", ""), known.get("rebuilt_bucket_sizes", "")
