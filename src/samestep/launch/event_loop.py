@@ -1,6 +1,6 @@
 """One thread that waits for processes, pipes, connections, signals and deadlines.
 
-There is no second thread: whoever forks must be alone in its process. Importing asyncio would take 100 ms.
+There is no second thread: a process that forks must have only one. Importing asyncio would take 100 ms.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The hosts of `--hosts` and `--hostfile`: pure text, no name is looked up.
 
-a,b[3-9],c[01-03]x,user@d:4     [user@] name [:slots]; zeros in front of a range's first number are kept
-node1 slots=4    # Open MPI     a host file has one item a line, as above or so
+An item is `[user@]name[:slots]`, such as a, b[3-9], c[01-03]x or user@d:4; names keep the zeros in front of a range's
+first number. A host file has one item a line, or `node1 slots=4` (Open MPI), with comments and blank lines between.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """This host's network interfaces, the route to another host, and whether it can be reached.
 
 gloo and NCCL choose an interface by the host's name, often a wrong one, and then wait. Here each host opens a port that
-answers a nonce; who reads the nonce there has reached that host and no other service.
+answers a nonce; a host that reads this nonce has reached it, and no other service.
 """
 
 from __future__ import annotations

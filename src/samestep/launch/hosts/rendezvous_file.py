@@ -1,7 +1,7 @@
 """The file through which tasks that srun or mpiexec has started find task 0, which leads.
 
-A file system is all that these tasks share for certain. On a network one nothing tells of another host's writes, so
-they look again and again. The file's user must be theirs: they run what its writer says.
+A file system is all that these tasks share for certain. A network file system does not report what other hosts write,
+so they look again and again. The file must belong to their user: they run what its writer says.
 """
 
 from __future__ import annotations

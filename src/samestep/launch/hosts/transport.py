@@ -1,7 +1,7 @@
 """Starts a command on other hosts over ssh, pdsh or clush, hands it one line, and says in words why that failed.
 
-The line goes by standard input: everybody can read a command line, and sshd passes no variables on. The input then
-stays open; the command must end with it, for killed by SIGKILL, ssh, clush and pdsh leave the command running.
+The line goes by standard input: every user can read a command line, and sshd passes no variables on. The input then
+stays open, and the command must end with it: ssh, clush and pdsh that are killed leave the command running.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes down a rank's every step, in pieces: where its time goes, in the words of :mod:`samestep.events`.
 
-What lies between data and a backward pass is "forward", what the script does besides is "other". On a GPU these are the
-times that the host spends.
+What lies between data and a backward pass is "forward", all else of the script's own is "other". On a GPU these are
+the times that the host spends.
 """
 
 from __future__ import annotations
