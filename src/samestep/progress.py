@@ -333,6 +333,8 @@ def read(descriptor: int) -> Progress:
         (after,) = _VERSION.unpack(os.pread(descriptor, _VERSION.size, Layout.version.offset))
         if found.version == after and not after % 2:
             break
+    if not found.layout:  # no process writes it yet
+        found.callee = -1
     return Progress(**{one.name: _value(one.name, getattr(found, one.name)) for one in fields(Progress)})
 
 
