@@ -15,6 +15,12 @@ def test_a_new_record_names_the_process_and_nothing_else(record):
     assert str(read) == ""
 
 
+def test_a_record_that_no_process_writes_yet_waits_for_no_call():
+    descriptor = progress.create()
+    assert progress.read(descriptor).callee == -1  # else a rank that starts slowly seems to hang, and gets a signal
+    os.close(descriptor)
+
+
 def test_steps_are_counted_until_somebody_tells_them(record):
     progress.count_step()
     progress.count_step()

@@ -1,13 +1,7 @@
 """Evaluation over all ranks, of every sample once, with the answer one process would give.
 
-    dataset      0 1 2 3 4 5 6 7 8 9        10 samples, 3 ranks, batch_size 6
-    rank 0       0 1|2 3                    contiguous slices, uneven, nothing padded;
-    rank 1               4 5|6              batches of at most ceil(6 / 3) = 2
-    rank 2                     7 8|9
-    metric       metric(outputs[0..9], targets[0..9]), once, in dataset order, on rank 0; all ranks get its result
-
-A metric sees all outputs, so any function of them is exact, scikit-learn's included. It runs on one rank because two
-hosts need not round alike, and ranks that disagree in the last bit about `accuracy > best` part ways.
+Each rank takes a contiguous slice of the dataset, uneven, nothing padded. A metric runs on rank 0 and sees all outputs
+in dataset order: any function of them is exact, and ranks cannot differ in its last bit.
 """
 
 from __future__ import annotations
@@ -117,7 +111,7 @@ def evaluate(
     return _measure(metrics, outputs, targets, world)
 
 
-# --- who takes which samples -----------------------------------------------------------------
+# --- which rank takes which samples ----------------------------------------------------------
 
 
 def _agreed_length(dataset: MapDataset, batch_size: int, world: World) -> int:
@@ -166,7 +160,6 @@ def _loaded(
     workers: int,
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> Iterator[Any]:
-    """Yields this rank's batches, on the host."""
     settings = LoaderSettings(
         workers=workers,
         collate_fn=collate_fn,
@@ -266,7 +259,7 @@ def _packed(value: Any, name: str) -> tuple[Any, str]:
 
 
 def _with_numbers(value: Any) -> Any:
-    """A 0-dim tensor is a number to whoever compares it."""
+    """Returns 0-dim tensors as numbers, which can be compared."""
     if isinstance(value, Tensor | np.ndarray) and value.ndim == 0:
         return value.item()
     if type(value) in {list, tuple}:

@@ -1,10 +1,7 @@
 """What happened in a run: lines of JSON that its ranks write while they train; docs/events.md describes them.
 
-    {"v": 1, "t": 1795371394.035884, "rank": 0, "attempt": 0, "kind": "step", "step": 12, …}
-
-A step is what lies between the ends of two optimizer steps. Every step has a line up to the 10,000th; beyond, one line
-stands for 2, 4, 8… steps, so that the longest run keeps a readable file. A rank hands its lines to a thread that writes
-them twice a second; a rank that is killed loses what was not yet written. A full disk drops lines, and never a step.
+A rank hands its lines to a thread that writes them twice a second; a rank that is killed loses what was not yet
+written. A full disk drops lines, and never a step.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ LINE_FOR_EACH = 10_000  # steps with a line of their own
 LOST_PEERS = "lost its peers"  # so begins the error of a rank that failed only because others had gone
 PERIOD = 0.5  # seconds between two writings
 MOST_WAITING = 20_000  # lines in memory
-MAX_LINE_BYTES = 1 << 20  # bytes of a line; a longer one is somebody else's
+MAX_LINE_BYTES = 1 << 20  # bytes of a line; a longer one is no event
 
 
 def stride(step: int) -> int:
@@ -75,13 +72,9 @@ class EventFile:
         self._writing = threading.Lock()
 
     def put(self, kind: str, step: int, fields: Fields, began: float | None = None) -> None:
-        """Hands a line over.
+        """Hands a line over, with its kind's `fields` or a function that returns them when the line is written.
 
-        Args:
-            kind: of the event.
-            step: how many were finished.
-            fields: of that kind, or what gives them, called when the line is written.
-            began: a time of the monotonic clock; now by default.
+        `step` is how many steps were finished, `began` a time of the monotonic clock; now by default.
         """
         if self._thread is None and not self._at_once:
             self._thread = threading.Thread(target=self._write_on, name="samestep events", daemon=True)
@@ -142,7 +135,7 @@ class EventFile:
             raise
 
 
-_files: list[EventFile] = []  # this process's own; empty where nobody keeps any
+_files: list[EventFile] = []  # this process's own; empty where none is kept
 
 
 def attach(file: EventFile) -> None:
@@ -160,7 +153,7 @@ def is_attached() -> bool:
 
 
 def note(kind: str, step: int, began: float | None = None, **fields: Any) -> None:
-    """Writes an event down; does nothing in a process whose events nobody keeps."""
+    """Writes an event down; does nothing in a process whose events are not kept."""
     for file in _files:
         file.put(kind, step, fields, began)
 
@@ -179,11 +172,7 @@ class Reader:
     _rest: bytes = field(default=b"", repr=False)
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yields what has been written since the last call.
-
-        Raises:
-            OSError: the file is there, and cannot be read.
-        """
+        """Yields what has been written since the last call."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:

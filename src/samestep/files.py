@@ -15,7 +15,7 @@ from samestep.errors import UsageError
 def write_atomic(path: Path, pieces: Iterable[str]) -> None:
     """Writes a user's file under another name beside it, then renames it; compressed, if its name ends in .gz.
 
-    What is no plain file of its own (/dev/stdout, a pipe, somebody's link) stays what it is, and is written through.
+    What is no plain file (/dev/stdout, a pipe, a link) stays what it is, and is written through.
 
     Raises:
         UsageError: it cannot be written.
@@ -33,11 +33,7 @@ def write_atomic(path: Path, pieces: Iterable[str]) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a text that nobody but this user can read, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes a text that only this user can read, whole or not at all."""
     _replace(path, [text], compressed=False, mode=0o600)
 
 
@@ -68,13 +64,13 @@ def _umask() -> int:
 
 
 def make_private(path: Path) -> None:
-    """Makes a directory that nobody but its user can enter; an existing one is left as it is."""
+    """Makes a directory that only its user can enter; an existing one is left as it is."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
 
 
 def open_private(path: Path, mode: str, **more: Any) -> IO[Any]:
-    """Opens a file; if it is new, nobody but its user can read it, whatever the umask and the directory."""
+    """Opens a file; if it is new, only its user can read it, whatever the umask and the directory."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags, 0o600)

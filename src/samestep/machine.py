@@ -1,11 +1,4 @@
-"""Where this process runs, told apart from where others do: not by a host's name, which cloned machines share.
-
-    name         bears a host                         containers of one machine have several, cloned machines the same
-    machine      boots one kernel                     the number of that boot, which no other has
-    namespace    counts processes, has interfaces     a process number means something within it alone
-
-torch tells ranks of one host from others by LOCAL_RANK, or not at all.
-"""
+"""Names of this machine and of this process's namespaces; a host's name may be that of other machines too."""
 
 from __future__ import annotations
 
@@ -22,7 +15,7 @@ def machine() -> str:
 
 
 def namespace(kind: str) -> str | None:
-    """Names this boot of this kernel and this process's namespace of a kind, "net" or "pid"; None where nobody says."""
+    """Names this boot of this kernel and this process's namespace of a kind, "net" or "pid"; None if unknown."""
     try:
         return f"{_boot()} {Path(f'/proc/self/ns/{kind}').readlink()}"
     except OSError:

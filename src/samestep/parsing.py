@@ -1,19 +1,8 @@
 """Files that people and programs write: read, checked value by value, and refused in one line that says what to do.
 
-A section of a file is a dataclass. The metadata of a field says how its value is checked, or its type does:
-
-    @dataclass(frozen=True, kw_only=True)
-    class Nodes:
-        count: int = field(metadata=read(whole(1)), default=1)
-        memory: float = field(metadata=read(quantity(BYTES)), default=math.inf)        # "80 GB"
-
-    load(Nodes, {"count": 4}, "nodes", "[nodes]")
-
-Quantities are numbers with units:
-
-    time         ns us µs ms s                     a plain number is seconds
-    bytes        B kB MB GB TB, KiB MiB GiB TiB    a plain number is bytes
-    bandwidth    bytes/s of these, bit/s kbit/s Mbit/s Gbit/s Tbit/s; a plain number is bytes a second
+A section of a file is a dataclass; the metadata of a field says how its value is checked, or its type does:
+`memory: float = field(metadata=read(quantity(BYTES)))` takes "80 GB". Numbers without a unit are seconds, bytes and
+bytes a second.
 """
 
 from __future__ import annotations
@@ -167,11 +156,7 @@ def load(kind: type[T], given: Any, where: str, title: str = "") -> T:
 
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:
-    """Returns what a text of TOML says.
-
-    Raises:
-        UsageError: it is not valid TOML.
-    """
+    """Returns what a text of TOML says, or raises UsageError."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -181,11 +166,7 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, source: str) -> Any:
-    """Returns what a text of JSON says.
-
-    Raises:
-        UsageError: it is not valid JSON.
-    """
+    """Returns what a text of JSON says, or raises UsageError."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -195,12 +176,9 @@ def parse_json(text: str, source: str) -> Any:
 
 
 def read_text(path: str | Path, missing: str, name: str = "") -> str:
-    """Returns the text of a file.
+    """Returns the text of a file, or raises UsageError.
 
     `missing` says how to get one, where there is none; `name` is what messages call it, its path by default.
-
-    Raises:
-        UsageError: it cannot be read.
     """
     name = name or str(path)
     try:

@@ -1,17 +1,8 @@
 """Where a run's files lie: the one owner of file names.
 
-    <run_dir>/
-      run.json                          the command, the ranks, times, exit code, failure
-      <attempt>/<host>/rankK.out        what rank K wrote to standard output, byte for byte
-      <attempt>/<host>/rankK.err        the same for standard error
-      events.jsonl                      what the launcher said of it: hangs, stragglers, restarts (samestep.events)
-      <attempt>/<host>/rankK.error.json what rank K wrote down when it failed
-      <attempt>/<host>/rankK.events.jsonl      where every step's time went (samestep.events)
-      <attempt>/<host>/rankK.spawned/   the same of ranks that rank K's script has started by itself:
-                       rankJ.progress   how far rank J is (samestep.progress)
-                       rankJ.stacks     the Python stacks that it was asked for, or died with
-
-torchrun keeps logs only when asked (`--log-dir`), in a temporary directory by default.
+<run_dir>/run.json, events.jsonl           the command, times, exit code, failure; events of the launcher
+<run_dir>/<attempt>/<host>/rankK.<kind>    out, err, error.json, events.jsonl, stacks of rank K
+<run_dir>/<attempt>/<host>/rankK.spawned/  rankJ.progress, rankJ.stacks of ranks that rank K's script starts
 """
 
 from __future__ import annotations
@@ -72,7 +63,7 @@ def own_folder() -> Path:
     """Returns a folder of this user alone on this host, made if need be.
 
     Raises:
-        PermissionError: somebody else has made one of that name.
+        PermissionError: another user has made one of that name.
     """
     folder = Path(tempfile.gettempdir()) / f"samestep-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

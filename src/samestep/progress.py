@@ -1,8 +1,7 @@
 """How far a rank is and what it does: a record in shared memory, and listeners within the process.
 
-Times are CLOCK_MONOTONIC in nanoseconds, 0 before the first; texts are UTF-8. One writer: a reader needs no lock, and a
-rank that hangs, or whose interpreter is held by native code, cannot keep it from being read. The memory outlives the
-rank, so what it did last is known after any death.
+A reader needs no lock, and nothing in the rank can keep it from reading. The memory outlives the rank. Times are
+CLOCK_MONOTONIC in nanoseconds, 0 before the first; texts are UTF-8.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,9 @@ class Layout(ctypes.Structure):
         ("layout", ctypes.c_uint32),
         ("process", ctypes.c_uint32),
         ("step", ctypes.c_uint64),  # optimizer steps finished; over all attempts, where a checkpoint counts them
-        ("step_time", ctypes.c_uint64),
+        ("changed", ctypes.c_uint64),
         ("version", ctypes.c_uint64),  # grows by two when the fields below are written; odd while they are
-        ("phase_time", ctypes.c_uint64),
+        ("phase_since", ctypes.c_uint64),
         ("phase", ctypes.c_char * 16),  # data, train, backward, wait, optimizer, evaluate, save, load
         ("entered", ctypes.c_uint64),  # collectives
         ("left", ctypes.c_uint64),  # one less while the rank is inside one
@@ -148,7 +147,7 @@ class ProgressRecord(ProgressListener):
 
     def set_step(self, step: int) -> None:
         with self._writing() as fields:
-            fields.step, fields.step_time = step, time.monotonic_ns()
+            fields.step, fields.changed = step, time.monotonic_ns()
             fields.waited, fields.data, fields.non_training = self._waited, self._data, self._non_training
             fields.load = self._load
 
@@ -162,7 +161,7 @@ class ProgressRecord(ProgressListener):
                 self._non_training += now - self._began
             self._began = now
             with self._writing() as fields:
-                fields.phase_time, fields.phase = now, _bytes(name)[:16]
+                fields.phase_since, fields.phase = now, _bytes(name)[:16]
 
     def enter_collective(self, operation: str, site: str, *, direct: bool = True) -> None:
         del direct
@@ -211,10 +210,10 @@ class ProgressRecord(ProgressListener):
         self.fields.version = (self.fields.version | 1) + 1
 
 
-_listeners: list[ProgressListener] = []  # this process's own record first; empty where nobody watches
+_listeners: list[ProgressListener] = []  # this process's own record first; empty where it is not watched
 _phase = [""]
 _steps = [0]  # that are finished
-_counts = [True]  # the optimizer's steps are; else somebody who counts over all attempts reports the number
+_counts = [True]  # the optimizer's steps are; else a checkpoint, which counts over all attempts, reports the number
 
 
 def create() -> int:
@@ -330,30 +329,21 @@ log_values = _emitter("log_values")
 def read(descriptor: int) -> Progress:
     """Returns what a rank has written so far."""
     for _ in range(_TRIES):
-        fields = Layout.from_buffer_copy(os.pread(descriptor, ctypes.sizeof(Layout), 0))
+        found = Layout.from_buffer_copy(os.pread(descriptor, ctypes.sizeof(Layout), 0))
         (after,) = _VERSION.unpack(os.pread(descriptor, _VERSION.size, Layout.version.offset))
-        if fields.version == after and not after % 2:
+        if found.version == after and not after % 2:
             break
-    return Progress(
-        process=fields.process,
-        step=fields.step,
-        changed=_seconds(fields.step_time),
-        phase=fields.phase.decode(errors="replace"),
-        phase_since=_seconds(fields.phase_time),
-        entered=fields.entered,
-        left=fields.left,
-        operation=fields.operation.decode(errors="replace"),
-        site=fields.site.decode(errors="replace"),
-        waited=fields.waited / 1e9,
-        data=fields.data / 1e9,
-        non_training=fields.non_training / 1e9,
-        load=fields.load,
-        calls=fields.calls,
-        callee=fields.callee,
-        call=fields.call.decode(errors="replace"),
-        call_site=fields.call_site.decode(errors="replace"),
-        serving=fields.serving.decode(errors="replace"),
-    )
+    if not found.layout:  # no process writes it yet
+        found.callee = -1
+    return Progress(**{one.name: _value(one.name, getattr(found, one.name)) for one in fields(Progress)})
+
+
+def _value(name: str, value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if name in {"changed", "phase_since"}:
+        return value / 1e9 if value else None
+    return value / 1e9 if name in {"waited", "data", "non_training"} else value
 
 
 def read_file(path: Path) -> Progress:
@@ -363,10 +353,6 @@ def read_file(path: Path) -> Progress:
         return read(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _seconds(nanoseconds: int) -> float | None:
-    return nanoseconds / 1e9 if nanoseconds else None
 
 
 def _bytes(text: str) -> bytes:

@@ -1,20 +1,6 @@
-"""Who this process is among the ranks, read from what its launcher set; the sole owner of `os.environ`.
+"""The place of this process among the ranks, read from what its launcher set; the sole owner of `os.environ`.
 
-torch.distributed reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun and `samestep run` set and
-srun and mpiexec do not. Here every launcher is one row of a table, so that a script joins whatever started it:
-
-    launcher                          rank                  size                  within the host: rank and size
-    samestep run, torchrun,           RANK                  WORLD_SIZE            LOCAL_RANK
-      Kubernetes jobs, by hand                                                    LOCAL_WORLD_SIZE
-    srun (Slurm)                      SLURM_PROCID          SLURM_STEP_NUM_TASKS  SLURM_LOCALID
-                                                                                  SLURM_STEP_TASKS_PER_NODE
-    mpiexec of Open MPI               OMPI_COMM_WORLD_RANK  OMPI_COMM_WORLD_SIZE  OMPI_COMM_WORLD_LOCAL_RANK
-                                                                                  OMPI_COMM_WORLD_LOCAL_SIZE
-    mpiexec of MPICH, Intel MPI (PMI) PMI_RANK              PMI_SIZE              MPI_LOCALRANKID
-                                                                                  MPI_LOCALNRANKS
-
-The first row that is set wins: a launcher started under srun sets RANK itself, and means it. SLURM_NTASKS is not
-used: the batch script carries it too, and a `python train.py` in it would wait for ranks that nobody started.
+The first row of LAUNCHERS that is set wins: a launcher started under srun sets RANK itself, and means it.
 """
 
 from __future__ import annotations
@@ -49,8 +35,6 @@ class RankVariables:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """A row of the table: the variables that a launcher sets."""
-
     name: str
     rank: str
     size: str
@@ -87,8 +71,7 @@ LAUNCHERS = (
 def read_rank_variables(environ: Mapping[str, str] | None = None) -> RankVariables | None:
     """Returns this process's place among the ranks, or None where no launcher started it.
 
-    Args:
-        environ: the variables to read; this process's own by default.
+    `environ` are the variables to read; this process's own by default.
 
     Raises:
         RankVariablesError: some variables of a launcher are set and others missing, malformed or out of range.

@@ -15,11 +15,7 @@ _hints = cache(get_type_hints)
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Returns a JSON object from anybody.
-
-    Raises:
-        ValueError: it is no JSON, or no object.
-    """
+    """Returns a JSON object that anybody may have written, or raises ValueError."""
     try:
         found = json.loads(text)
     except RecursionError:
@@ -30,20 +26,14 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def from_json(form: type[T], value: Any) -> T:
-    """Returns a value as a type hint has it: objects as dataclasses, lists as tuples where it says so.
+    """Returns what :func:`json.loads` has returned as a type hint has it, or raises ValueError, which says where.
 
-    Fields that a dataclass does not have are ignored.
+    Objects become dataclasses, without the fields that these do not have; lists become tuples where the hint says so.
+    The hint may hold bool, int, float, str, None, list, tuple, dict, Literal, Any and unions.
 
     Example:
         >>> from_json(tuple[int, ...], [1, 2])
         (1, 2)
-
-    Args:
-        form: a dataclass, or a hint made of bool, int, float, str, None, list, tuple, dict, Literal, Any and unions.
-        value: what :func:`json.loads` has returned.
-
-    Raises:
-        ValueError: it has another form; says where.
     """
     return cast("T", _read(form, value, "value"))
 

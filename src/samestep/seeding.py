@@ -1,7 +1,6 @@
 """One seed for a run, and from it a seed of its own for every purpose, rank and epoch: integers only, no torch.
 
-SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) is a counter that
-goes up by GOLDEN, and the finaliser `mix`: so word k of a stream is mix(key + k·GOLDEN), whichever was drawn before.
+SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): word k of a stream is mix(key + k·GOLDEN), whichever was drawn before.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-LONGEST = 2_000  # characters of somebody else's text that are shown
+LONGEST = 2_000  # characters of a foreign text that are shown
 _MOST_LISTED = 3  # names
 
 

@@ -1,15 +1,6 @@
-"""Ranks and their coordinates on the named axes of the world: integers only.
+"""Ranks and their coordinates on the named axes of the world: integers only, no process group.
 
-Pipeline is the fast axis, so that neighbouring stages are neighbouring ranks and meet on one host:
-
-    pipeline=2, 8 ranks         pipeline 0   pipeline 1
-                 data 0             0            1            ranks of one row hold the stages of one replica
-                 data 1             2            3            ranks of one column hold the same stage and
-                 data 2             4            5            average their gradients
-                 data 3             6            7
-
-torch's DeviceMesh draws the same table; this one needs no process group, so the launcher, the planner and the
-tests can ask it too.
+Pipeline is the fast axis, so that neighbouring stages are neighbouring ranks and meet on one host.
 """
 
 from __future__ import annotations

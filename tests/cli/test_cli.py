@@ -265,10 +265,12 @@ def test_a_dry_run_of_a_task_says_what_is_not_known_yet(capsys, monkeypatch, tmp
 def test_a_dry_run_over_hosts_fills_the_room_that_each_has(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    assert main(["run", "--hosts", "a:2,b", "--dry-run", "train.py"]) == 0
+    assert main(["run", "--hosts", "a:2,b", "--pass-local-rank", "--dry-run", "train.py"]) == 0
     shown = capsys.readouterr().out
     assert "RANK=1 LOCAL_RANK=1 WORLD_SIZE=3" in shown
     assert "RANK=2 LOCAL_RANK=0 WORLD_SIZE=3" in shown
+    passed = [line.rpartition(" ")[2] for line in shown.splitlines() if "--local-rank=" in line]
+    assert passed == ["--local-rank=0", "--local-rank=1", "--local-rank=0"]
 
 
 def test_grace_and_variables_go_into_the_batch_script(capsys, monkeypatch, tmp_path):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from samestep.launch.agent import Agent
-from samestep.launch.link import Message, pair
+from samestep.launch.link import Link, Message
 
 
 @pytest.fixture
 def asked():
     """Gives an agent one message and returns its answers."""
-    ours, theirs = pair()
+    ours, theirs = map(Link, socket.socketpair())
     agent = Agent(theirs)
 
     def ask(kind, **body):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import resource
+import socket
 
 import pytest
 
-from samestep.launch.link import pair
+from samestep.launch.link import Link
 
 FEW = 40
 
@@ -28,7 +29,7 @@ def test_a_link_is_waited_for_whatever_its_descriptor_is():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 2048:
         resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
-    kept = [pair() for _ in range(520)]
+    kept = [[*map(Link, socket.socketpair())] for _ in range(520)]
     try:
         ours, theirs = kept[-1]
         assert ours.fileno() >= 1024

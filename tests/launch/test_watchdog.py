@@ -44,7 +44,7 @@ def watched(flights: Sequence[CollectiveRecord]) -> tuple[list[str], list[Any]]:
         said.append(text)
         loop.stop()
 
-    watch = Watchdog(loop, lambda: [0, 1], order, say, lambda _: None)
+    watch = Watchdog(loop, lambda: [0, 1], order, say, lambda _: None, {})
     for rank in (0, 1):
         watch.on_message("node1", "heartbeat", asdict(computing(rank)))
     loop.at(0.5, loop.stop)
@@ -82,7 +82,7 @@ def test_a_hang_that_a_signal_interrupts_for_a_moment_is_told_once(monkeypatch: 
     """What the ranks are asked for may wake one; for one look nothing seems to hang."""
     monkeypatch.setattr(watchdog, "SETTLED_S", 0.1)
     loop, said = Loop(), []
-    watch = Watchdog(loop, lambda: [0, 1], lambda *_: None, said.append, lambda _: None)
+    watch = Watchdog(loop, lambda: [0, 1], lambda *_: None, said.append, lambda _: None, {})
     asleep = replace(computing(1), state="S", since_activity=12.0)
     waits = replace(computing(0), operation="all_reduce", site="train.py:20", since_activity=12.0)
     for pulse in (waits, asleep):
@@ -98,7 +98,7 @@ def test_a_hang_that_a_signal_interrupts_for_a_moment_is_told_once(monkeypatch: 
 @pytest.mark.parametrize(("machines", "said"), [(1, []), (2, ["slow for all"])])
 def test_no_network_is_blamed_within_one_machine(machines: int, said: list[str], monkeypatch: Any) -> None:
     loop, heard = Loop(), []
-    watch = Watchdog(loop, lambda: [0, 1], lambda *_: None, heard.append, lambda _: None, machines=machines)
+    watch = Watchdog(loop, lambda: [0, 1], lambda *_: None, heard.append, lambda _: None, {}, machines=machines)
     for rank in (0, 1):
         watch.on_message("localhost", "heartbeat", asdict(computing(rank)))  # machines may have the same name
     monkeypatch.setattr(watch._stragglers, "found", lambda *_: [("network", [], "slow for all")])

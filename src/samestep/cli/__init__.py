@@ -18,7 +18,7 @@ from samestep.rankenv import set_variables, variable
 __all__ = ["main"]
 
 
-COMMANDS = {  # each a module beside this one with `main(arguments: Sequence[str]) -> int`; and what the help says of it
+COMMANDS = {  # each a module of this package with `main(arguments: Sequence[str]) -> int`; and its line in the help
     "run": "start a script on N processes, here or on several hosts",
     "verify": "prove that N processes train as one, or name what is different",
     "watch": "look at a run while it goes on, or afterwards",
@@ -49,11 +49,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the process's exit code.
-
-    Args:
-        argv: the arguments after the program's name; `sys.argv[1:]` by default.
-    """
+    """Runs one command and returns the process's exit code; `argv` is `sys.argv[1:]` by default."""
     if None in (sys.stdin, sys.stdout, sys.stderr):
         from samestep.launch.process import open_missing_streams
 
@@ -89,7 +85,7 @@ def _dispatch(arguments: list[str]) -> int:
         raise UsageError(f"there is no command {arguments[0]!r}: {_advice(arguments)}")
     _check_place()
     if arguments[0] == "run":
-        _apply_overlay()
+        _apply_verify_variables()
         early_agent.begin(arguments[1:])
     try:
         code: int = import_module(f"samestep.cli.{arguments[0]}").main(arguments[1:])
@@ -98,13 +94,18 @@ def _dispatch(arguments: list[str]) -> int:
     return code
 
 
-def _apply_overlay() -> None:
-    """Gives a run of `samestep verify` its own view of the files."""
-    if (options := variable("SAMESTEP_OVERLAY")) is not None:
+def _apply_verify_variables() -> None:
+    """Makes a run that `samestep verify` has started end with it, and gives the run its own view of the files."""
+    parent, overlay = variable("SAMESTEP_PARENT"), variable("SAMESTEP_OVERLAY")
+    set_variables({"SAMESTEP_PARENT": None, "SAMESTEP_OVERLAY": None})
+    if parent is not None:
+        from samestep.launch.process import die_with_parent
+
+        die_with_parent(int(parent))
+    if overlay is not None:
         from samestep.launch.overlay import apply
 
-        set_variables({"SAMESTEP_OVERLAY": None})
-        apply(options)
+        apply(overlay)
 
 
 def _check_place() -> None:

@@ -107,7 +107,7 @@ def _parser() -> Parser:
 
 
 def _refuse(options: argparse.Namespace, *names: str) -> None:
-    """Options of another action would be ignored without a word."""
+    """Refuses options of another action, which would be ignored."""
     for name in names:
         if getattr(options, name):
             shown = "second path" if name == "destination" else f"--{name}"
@@ -179,7 +179,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _show_given(console: Console, manifest: Manifest, everything: bool) -> None:
-    """The command line, and the settings of the objects; those of a model's layers only where all is asked for."""
+    """Shows the command line, and the settings of the objects; those of a model's layers only with --all."""
     if manifest.command:
         console.print(f"command: {escape_control(shlex.join(manifest.command))}")
     for name, settings in manifest.settings.items():
@@ -228,7 +228,7 @@ def _show_tensors(console: Console, manifest: Manifest, *, expand: bool) -> None
 
 
 def _in_files(manifest: Manifest) -> str:
-    """In how many files they lie, where these are several."""
+    """Returns in how many files they lie, where these are several."""
     cut = sum(len(grid["ranks"]) > 1 for grid in manifest.parts.values())
     parts = f", {cut} of them in parts" if cut else ""
     return f"{parts} in {len(payloads(manifest))} files" if len(payloads(manifest)) > 1 else ""
@@ -318,11 +318,6 @@ def _file_in_the_way(destination: Path) -> Path | None:
 
 
 def _format_of(path: Path) -> str:
-    """Returns the format of what lies at `path`.
-
-    Raises:
-        UsageError: there is nothing, or nothing that is known.
-    """
     if path.is_file():
         return TORCH
     if not path.exists():
@@ -391,7 +386,6 @@ def _inspect_all(folders: Sequence[Path], *, digests: bool, audits: bool = False
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar on standard error, where somebody looks at it."""
     from rich.console import Console
 
     console = Console(stderr=True)

@@ -17,7 +17,7 @@ from samestep.launch.resources import busy_cores
 from samestep.paths import default_run_path
 
 HEAD = 512  # bytes of a file that tell what it is
-BUSY = 0.25  # of the cores: what a desktop does beside is less
+BUSY = 0.25  # of the cores: a desktop uses less
 SHELL = re.compile(rb"#!.*\b((?:ba|da|z|k)?sh)\b")
 
 
@@ -45,7 +45,7 @@ def check_run_path(path: Path) -> None:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # no name that a file can have; whoever makes it will say so
+    except OSError:  # no name that a file can have; making it will say so
         return False
 
 
@@ -66,11 +66,10 @@ def _check_script(program: str) -> None:
 
 
 def _other_language(path: Path) -> str | None:
-    """Returns what a file is that is certainly not Python."""
     try:
         with path.open("rb") as file:
             begin = file.read(HEAD)
-    except OSError:  # whoever runs it will say so
+    except OSError:  # running it will say so
         return None
     shell = SHELL.match(begin)
     if shell is not None and b"python" not in begin:  # a shell script may be one that goes on in Python

@@ -121,14 +121,12 @@ def _hosts(options: argparse.Namespace) -> list[Finding]:
 
 
 def _progress(left: str) -> None:
-    """Says, on a terminal, what is still looked at."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{f'looking at {left} …'[:100] if left else ''}")
         sys.stderr.flush()
 
 
 def _tell(lines: Sequence[Finding], options: argparse.Namespace, code: int) -> int:
-    """Shows what was found and writes it; returns the exit code."""
     found = {"v": FORMAT, "verdict": "fails" if code else "works", "lines": [line.as_json() for line in lines]}
     if str(options.json) == STANDARD:
         print(json.dumps(found))

@@ -1,4 +1,4 @@
-"""`samestep run` on several hosts: what its options mean, and who is started where."""
+"""`samestep run` on several hosts: what its options mean, and what is started where."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def add_options(parser: Parser) -> None:
 
 
 def reject_ineffective(options: argparse.Namespace) -> None:
-    """Refuses options that would have no effect beside the others: whoever gives one counts on it."""
+    """Refuses options that would have no effect beside the others."""
     hosts = [f"--{name}" for name in ("hosts", "hostfile") if getattr(options, name) is not None]
     given = {
         "--via": options.via,
@@ -131,34 +131,23 @@ def open_hosts(
         with Controller(hosts) as controller:
             controller.read_streams([descriptor for one in started for descriptor in stream_descriptors(one)], _show)
             check = partial(preflight, controller, _request(options, where))
-            source: TransportSource | JoinSource
             if isinstance(where, TransportSpec):
-                source = TransportSource(where, started, controller, _show)
+                source: TransportSource | JoinSource = TransportSource(where, started, controller, _show)
             else:
                 source = JoinSource(where)
-            with _telling_others_of_errors(controller, where):
-                yield (
-                    controller,
-                    tuple(check(lambda text: say(f"note: {text}"))),
-                    Replacement(controller, source, check, options.join_timeout, say),
-                )
+            try:
+                parts = tuple(check(lambda text: say(f"note: {text}")))
+                yield controller, parts, Replacement(controller, source, check, options.join_timeout, say)
+            except SamestepError as error:
+                if isinstance(where, NodeSpec):  # people at the other hosts should know why
+                    notify_end(controller, f"error: {error}", error.exit_code)
+                raise
     finally:
         stop_transports(started)
 
 
-@contextmanager
-def _telling_others_of_errors(controller: Controller, where: TransportSpec | NodeSpec) -> Iterator[None]:
-    """Lets whoever sits at the other hosts know why a run has come to nothing."""
-    try:
-        yield
-    except SamestepError as error:
-        if isinstance(where, NodeSpec):
-            notify_end(controller, f"error: {error}", error.exit_code)
-        raise
-
-
 def host_mode(options: argparse.Namespace) -> TransportSpec | NodeSpec | None:
-    """Returns the hosts that the options name, or that somebody else has started this on; None for this one alone."""
+    """Returns the hosts that the options name, or that others have started this on; None for this one alone."""
     if options.interface is not None and not (options.hosts or options.hostfile or options.slurm):
         interface_named(options.interface)
     named = [name for name in ("hosts", "hostfile", "nnodes") if getattr(options, name) is not None]
@@ -178,7 +167,7 @@ def host_mode(options: argparse.Namespace) -> TransportSpec | NodeSpec | None:
     try:
         task = read_rank_variables()
     except RankVariablesError:
-        return None  # of whoever started this; the ranks get their own
+        return None  # of the process that started this; the ranks get their own
     if task is not None and task.source in TASK_LAUNCHERS and task.size > 1:
         return node_spec(task, options.join_timeout, _program(options))
     return None
@@ -196,11 +185,7 @@ def _program(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def listed(options: argparse.Namespace) -> list[HostSlots]:
-    """Returns the hosts that the options name.
-
-    Raises:
-        UsageError: the list cannot be read, or is malformed.
-    """
+    """Returns the hosts that the options name, or raises UsageError."""
     if options.hosts is not None:
         return parse_hosts(options.hosts)
     try:
@@ -211,7 +196,6 @@ def listed(options: argparse.Namespace) -> list[HostSlots]:
 
 
 def _show(said: bytes) -> None:
-    """Passes on what a transport says."""
     sys.stderr.write(said.decode(errors="replace"))
     sys.stderr.flush()
 

@@ -30,11 +30,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Returns the options.
-
-        Raises:
-            UsageError: an option is unknown or malformed.
-        """
+        """Returns the options, or raises UsageError where one is unknown or malformed."""
         options, unknown = self.parse_known_args(self._joined(self._with_numbers(arguments)))
         if unknown:
             raise UsageError(self._unknown(unknown[0]))

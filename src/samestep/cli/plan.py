@@ -130,7 +130,6 @@ def _parser() -> Parser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuses before anything runs what cannot be planned or written."""
     if options.profile is None and not options.program:
         raise UsageError("no script is given: `samestep plan train.py`, or `--profile FILE` of one that was measured")
     if options.profile is not None and options.program:

@@ -103,7 +103,6 @@ def _parser() -> Parser:
 
 
 def _check_paths(page: Path | None, *others: Path | None) -> None:
-    """Refuses before anything is read what cannot be written."""
     if page is not None:
         from samestep.reporting.page import check_library
 

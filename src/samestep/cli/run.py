@@ -89,7 +89,7 @@ was asked to make room and has saved; 2 for a usage error."""
 
 _CHECKER = "samestep.verification.online.checker:Checker"
 _MPI_STARTED = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")  # set by mpiexec
-_NOT_FOR_MPI_TASKS = {"mpi", "ranks", "dry_run"}  # what mpiexec is told, by their names in the parsed options
+_NOT_FOR_MPI_TASKS = {"mpi", "ranks", "dry_run"}  # options of mpiexec itself, by their names in the parsed options
 _NOT_FOR_SLURM_TASKS = {"slurm", "sbatch_args", "nnodes", "node_rank", "rendezvous", "master_addr", "master_port"}
 _NOT_FOR_SLURM_TASKS |= {"ranks", "module", "run_dir", "env", "dry_run", "without_meaning"}
 
@@ -154,13 +154,12 @@ def _launch(spec: RunSpec, controller: Controller, replacement: Replacement) -> 
 
 
 def _end_text(result: RunResult) -> str:
-    """Returns what a person at another host is told of a run's end."""
     cause = next((line for line in summary_lines(result, None) if line.startswith("samestep: ")), "")
     return f"the run is over, exit code {result.exit_code}{cause.replace('samestep:', ':', 1)}"
 
 
 def _suggest_fake_gpus(spec: RunSpec, result: RunResult) -> None:
-    """Tells of `--fake-gpus` where the script has failed for want of GPUs."""
+    """Suggests `--fake-gpus` where the script has failed because it needs GPUs."""
     if spec.fake_gpus is not None or variable(VARIABLE):
         return
     ranks, gpus = max(part.ranks for part in spec.parts), visible_gpus()
@@ -196,7 +195,6 @@ def _run_under_mpiexec(options: argparse.Namespace, arguments: Sequence[str]) ->
 
 
 def _queue(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Prints the batch script, or hands it to Slurm."""
     path = run_path(options.run_dir, options.program[0])
     forwarded_environment(options.env)  # each must be there
     job = BatchJob(

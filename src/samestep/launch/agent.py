@@ -1,22 +1,7 @@
-"""One small process per host: it holds the host's ranks, and does what the controller says over one connection.
+"""The process on each host that starts and watches the host's ranks, as the controller tells it over one connection.
 
-    controller (samestep run)          agent                        ranks
-      prepare {job}             ->       imports torch, once
-                                <-       prepared {note}
-      bind {address}            ->       opens the store's socket
-                                <-       bound {port}
-      start {job}               ->                                  N processes
-                                <-       output, heartbeat, step_timing, and what ranks say (rank.control)
-      command {what, ranks}     ->                                  stop, preempt, flight, dump_stacks, signal, kill, …
-      pace {text}               ->                                  rank 0's display shows it
-      cleanup                   ->                                  whatever they have left
-                                <-       cleaned
-    end of the connection       ->       kills all of it, and ends
-
-On the controller's own host it is a fork of the controller: so that may be killed in any way, and there is still
-somebody to end the ranks, what they have started, and what has left their groups. On another host a transport starts
-it, and the first line of its standard input says where the controller is and with what token to connect: nothing secret
-is ever on a command line.
+On the controller's host it is a fork of the controller, which survives to end the ranks when the controller is killed.
+On another host a transport starts it, and writes the controller's address and token to its standard input.
 """
 
 from __future__ import annotations
@@ -54,7 +39,7 @@ from samestep.schema import from_json, parse_object
 MOST_HELD = 4 << 20  # bytes of output on their way to the controller
 UNACKNOWLEDGED_S = 10.0  # without any answer from the controller's kernel after which it is gone
 HEARTBEAT_S = 1.0
-REAP_S = 5.0  # between looks for what has ended and is nobody's
+REAP_S = 5.0  # between looks for ended orphans
 PROBE_S = 3.0  # for another host to answer
 CONNECT_S = 10.0  # in which the controller must be found
 
@@ -89,10 +74,10 @@ class Agent:
         self.exit_code: int | None = None  # of the run, if the controller told it
 
     def serve(self) -> None:
-        """Does what it is told until the connection ends, then ends everything.
+        """Carries out commands until the connection ends, then ends everything.
 
-        A signal that reaches this process is the controller's to decide on: passed to it from another host, where a
-        scheduler may have sent it to this process alone; ignored on its own, where it gets the same signal itself.
+        The controller decides on signals: from another host, where a scheduler may have signalled this process alone,
+        they are passed on to it; on its own host they are ignored, since it gets the same signal itself.
         """
         become_subreaper()
         raise_file_limit()
@@ -224,36 +209,19 @@ class Agent:
         return {"reached": reached, "interface": name}
 
 
-def fork_agent(link: Link, ours: Link) -> int:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        os.setsid()  # the keyboard's signals are the controller's
-        die_with_parent(parent)  # importing torch takes seconds in which it hears nothing
-        ours.close()
-        serve_forever(link)
-    finally:
-        os._exit(70)
+def serve_parent(end: socket.socket, parent: int, ranks: int) -> NoReturn:
+    """Serves the controller, of which this process is a fork; first imports torch for so many ranks, if there are any.
 
-
-def serve_forever(link: Link) -> NoReturn:
-    """Serves the controller at the other end of `link`, of which this process is a fork."""
-    Agent(link).serve()
+    `end` is this process's end of the connection.
+    """
+    os.setsid()  # the keyboard's signals are the controller's
+    die_with_parent(parent)  # importing torch takes seconds in which it hears nothing
+    if ranks:
+        signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+        import_torch(threads_per_rank(ranks))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    Agent(Link(end)).serve()
     os._exit(0)
-
-
-def serve_preloaded(end: socket.socket, parent: int, ranks: int) -> NoReturn:
-    """Serves the controller at the other end when torch is imported for so many ranks (samestep.launch.start)."""
-    os.setsid()
-    die_with_parent(parent)
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
-    import_torch(threads_per_rank(ranks))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    serve_forever(Link(end))
 
 
 def main() -> int:
@@ -263,7 +231,7 @@ def main() -> int:
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
         if not byte:
-            return 0  # whoever started this is gone already
+            return 0  # the process that started this is gone already
         line += byte
     info = from_json(JoinInfo, parse_object(bytes(line)))
     try:

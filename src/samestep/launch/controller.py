@@ -1,8 +1,4 @@
-"""The controller of a run: gives every host's agent its ranks, takes their messages, and shows their output.
-
-On one host there is one agent, a fork of this process (samestep.launch.agent says why). On several the others are
-connected by the time a controller is made; from then on there is no difference.
-"""
+"""The controller of a run: gives every host's agent its ranks, takes their messages, and shows their output."""
 
 from __future__ import annotations
 
@@ -16,10 +12,9 @@ from functools import partial
 from typing import Any, NoReturn, Self
 
 from samestep.errors import SamestepError
-from samestep.launch.agent import fork_agent
 from samestep.launch.event_loop import PASSED_ON, Alarm, Loop, signals
 from samestep.launch.hosts.secure_link import AuthenticatedLink
-from samestep.launch.link import Link, Message, pair
+from samestep.launch.link import Link, Message
 from samestep.launch.local_ranks import Job
 from samestep.launch.monitor.watchdog import Note, OnHang, Watchdog
 from samestep.launch.output.console import MOST_HELD, Console
@@ -85,13 +80,8 @@ def connection_of(link: AuthenticatedLink) -> AgentConnection:
 
 def open_here(name: str, ranks: int) -> AgentConnection:
     """Starts an agent on this host, as a fork of this process, which must be single-threaded."""
-    if (early := early_agent.claim(ranks)) is not None:
-        process, end = early
-        return AgentConnection(name, Link(end), ranks, process)
-    ours, theirs = pair()
-    process = fork_agent(theirs, ours)
-    theirs.close()
-    return AgentConnection(name, ours, ranks, process)
+    process, end = early_agent.claim(ranks) or early_agent.fork_agent()
+    return AgentConnection(name, Link(end), ranks, process)
 
 
 class Controller:
@@ -105,7 +95,7 @@ class Controller:
         self._watchdog: Watchdog | None = None
         self._console: Console | None = None
         self._merging: Alarm | None = None
-        self._paused = False  # the ranks' output is not read: whoever reads ours does not keep up
+        self._paused = False  # the ranks' output is not read: the reader of ours is too slow
         self._is_between = False  # no ranks run, and a signal breaks off what is done meanwhile
         become_subreaper()
         raise_file_limit()
@@ -137,7 +127,6 @@ class Controller:
         return port
 
     def _await(self, kind: str, hosts: Sequence[AgentConnection] | None = None, seconds: float | None = None) -> None:
-        """Waits until all hosts that are not gone have answered so."""
         until = None if seconds is None else time.monotonic() + seconds
         while any(kind not in host.answers and not host.gone for host in hosts or self.hosts):
             self._loop.turn(None if until is None else max(0.0, until - time.monotonic()))
@@ -202,10 +191,11 @@ class Controller:
         supervisor = self._supervisor = Supervisor(self._loop, self.hosts, self._loop.stop, grace=grace)
         self._watchdog = Watchdog(
             self._loop,
-            lambda: [] if self._paused else supervisor.running(),  # who writes to a full pipe makes no progress
+            lambda: [] if self._paused else supervisor.running(),  # a rank that waits for a full pipe makes no progress
             supervisor.command,
             console.tell,
             supervisor.on_hang,
+            supervisor.positions,
             note,
             lambda text: self.hosts[0].send("pace", text=text),
             least=hang_after,
@@ -272,10 +262,8 @@ class Controller:
                 self._watchdog.on_message(host.host, message.kind, body)
         elif "rank" in body and self._supervisor is not None:
             self._supervisor.on_message(host, message.kind, body)
-            if message.kind == "position" and self._console is not None and self._watchdog is not None:
+            if message.kind == "position" and self._console is not None:
                 self._console.keep_stacks(body["rank"], message.payload)
-                if body["where"] is not None:
-                    self._watchdog.set_position(body["rank"], f"{body['where']}  {body['source'] or ''}".rstrip())
         else:
             host.answers[message.kind] = body
 
@@ -290,7 +278,7 @@ class Controller:
         self._show(console)
 
     def _pause_if_slow(self, console: Console) -> None:
-        """Lets the ranks wait for whoever reads our output, but no failure, signal or end."""
+        """Lets the ranks wait for the reader of our output; failures, signals and ends are handled meanwhile."""
         if console.backlog > MOST_HELD and self._supervisor is not None and self._supervisor.ending:
             console.drop()
         pause = console.backlog > MOST_HELD // (4 if self._paused else 1)
@@ -307,7 +295,7 @@ class Controller:
     # --- lost hosts ---------------------------------------------------------------------------------
 
     def _check_silence(self) -> None:
-        """Gives up hosts that have been silent for long: a network may fail without a word."""
+        """Drops hosts that have been silent for long: a network may fail without an error."""
         self._loop.at(1.0, self._check_silence)
         running = self._supervisor is not None
         for host in self.hosts:

@@ -1,14 +1,7 @@
 """How many cores this job may use, and how they are assigned to the ranks of this host.
 
-    affinity   taskset, mpiexec, a cpuset     which cores              0-7 of 0-15
-    Slurm      -c, or the step's share        how many, by its word    4
-    quota      docker --cpus, Kubernetes      how much of their time   2.5 cores' worth
-                                                                       -> the smallest, whole: 2
-
-torch alone starts a thread for each core of the affinity and never looks at the quota: its threads are then stopped for
-most of every period. `core` means here what the kernel numbers as a cpu, a hardware thread where a core has two.
-
-Sources: cgroup-v2.rst and cgroup-v1/cpusets.rst, sched-bwc.rst of Linux; proc_pid_mountinfo(5); srun(1), sbatch(1).
+A core here is what the kernel numbers as a cpu. The smallest of three limits counts: the affinity (taskset, mpiexec, a
+cpuset), Slurm's share, and the quota of the control group (docker --cpus), which torch alone never looks at.
 """
 
 from __future__ import annotations
@@ -93,7 +86,7 @@ def unbound_cores(root: Path = MACHINE, read: Callable[[str], str | None] = vari
 
 
 def _online(root: Path, otherwise: int) -> int:
-    listed = read_if_there(root / "sys/devices/system/cpu/online")  # os.cpu_count() obeys PYTHON_CPU_COUNT from 3.13 on
+    listed = read_if_there(root / "sys/devices/system/cpu/online")  # os.cpu_count() reads PYTHON_CPU_COUNT from 3.13 on
     return len(parse_cpu_list(listed)) if listed else otherwise
 
 
@@ -104,6 +97,8 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 # --- control groups -----------------------------------------------------------------------------
+
+# cgroup-v2.rst, cgroup-v1/cpusets.rst and sched-bwc.rst of Linux; proc_pid_mountinfo(5)
 
 
 class Mount(NamedTuple):

@@ -1,6 +1,6 @@
-"""One thread that waits for everything at once: processes, pipes, connections, signals and deadlines.
+"""One thread that waits for processes, pipes, connections, signals and deadlines.
 
-No polling, and no second thread: whoever forks must be alone in its process. asyncio would take 100 ms to import.
+There is no second thread: a process that forks must have only one. Importing asyncio would take 100 ms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ranks of one host: started, watched, given commands, and cleared away. Whoever holds the run decides."""
+"""The ranks of one host: started, watched, given commands, and cleared away; the controller decides."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from samestep.rankenv import child_environment, set_variables, variable
 
 OUTPUT_FLAGS = 1  # index into what tcgetattr(3) returns
 CHUNK = 1 << 16  # bytes read at a time
-LAST_READS = 4  # of a rank that has ended: more than a pipe holds; whoever writes on is not the rank
+LAST_READS = 4  # of a rank that has ended: more than a pipe holds; what comes later is not of the rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class LocalRanks:
         self._send = send
         self._ranks: dict[int, _LocalRank] = {}
         self._terminals: list[tuple[int, int]] = []  # (the real one, the master of rank 0's)
-        self._killed = 0  # what the kernel had killed for want of memory when the ranks were started
+        self._killed = 0  # out-of-memory kills of the kernel when the ranks were started
         self._paused = False  # the ranks' output is not read
 
     # --- start ------------------------------------------------------------------------------------
@@ -131,7 +131,11 @@ class LocalRanks:
         stacks = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the rank)
         record = progress.create()
         outputs, sinks = self._open_streams(job, rank)
-        option = () if job.local_rank_option is None else (f"{job.local_rank_option}={local_rank}",)
+        option = (
+            ()
+            if job.local_rank_option is None
+            else (f"{job.local_rank_option}={job.variables[local_rank]['LOCAL_RANK']}",)
+        )
         task = RankTask(
             program=(job.program, *option, *job.arguments),
             is_module=job.is_module,

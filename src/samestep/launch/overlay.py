@@ -1,12 +1,7 @@
 """A private view of folders: what this process and its children write there is kept elsewhere, by overlayfs.
 
-`samestep verify` runs a script several times. A script that saves a checkpoint and resumes from it would train on in
-the second run. So every run finds the files as the first run found them, and none of them changes a file of the user:
-
-    script  ──reads──▶   folder   ◀── lower layer: the user's files, never written
-            ──writes──▶           ──▶ upper layer: below `store`, removed after the run
-
-Sources: overlayfs.rst of Linux (since 5.11 also without privileges, in a user namespace); user_namespaces(7), mount(2).
+So every run of `samestep verify` finds the files as the first one found them, and none changes a file of the user.
+Since Linux 5.11 this needs no privileges. Sources: overlayfs.rst of Linux; user_namespaces(7), mount(2).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Processes of the operating system: sessions, signals, orphans, limits; a rank is gone when its parent is.
 
-torchrun starts its workers in sessions of their own but without a parent-death signal: kill the agent with SIGKILL and
-the workers live on; kill a worker and its children live on. Here each rank asks the kernel for SIGKILL at its parent's
-end, stopping goes to the whole process group, and what left its group is adopted by the nearest subreaper.
+Each rank asks the kernel for SIGKILL at its parent's end, stopping goes to the whole process group, and what left its
+group is adopted by the nearest subreaper. torchrun's workers outlive an agent that is killed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from samestep.rankenv import variable
 
@@ -29,19 +28,6 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 _file_limit: list[tuple[int, int]] = []  # soft and hard limit before this process raised its own
 _exit_code: list[tuple[int, bool]] = []
-
-
-class Process(Protocol):
-    """A child, however it was started: what is used of :class:`subprocess.Popen`."""
-
-    pid: int
-    returncode: int | None
-
-    def wait(self) -> int:
-        """Reaps it, and returns its exit code, negative for a signal."""
-
-    def send_signal(self, number: int, /) -> None:
-        """Sends it a signal, unless it was reaped."""
 
 
 class ForkedProcess:
@@ -68,6 +54,9 @@ class ForkedProcess:
         signal_alone(self, number)
 
 
+Process: TypeAlias = ForkedProcess | subprocess.Popen[bytes]  # a child, however it was started
+
+
 def interpreter_command(module: str, *arguments: str) -> list[str]:
     """Returns the command that runs one of our modules. -P: a `json.py` beside the user's script must not shadow ours.
 
@@ -88,7 +77,7 @@ def start(
 ) -> Process:
     """Starts a program in a session of its own; streams are as in :class:`subprocess.Popen`, `keep` is inherited.
 
-    Call it from a thread that lives as long as the program shall.
+    Call it from a thread that lives at least as long as the program.
     """
     return subprocess.Popen(
         command,
@@ -169,7 +158,7 @@ def set_exit_code(code: int, *, for_certain: bool = False) -> None:
 
 
 def pending_exit_code() -> int | None:
-    """Returns the exit code that was noted; None where nobody has, as at a script's last line."""
+    """Returns the exit code that was noted; None where none was, as at a script's last line."""
     return _exit_code[0][0] if _exit_code else None
 
 
@@ -198,9 +187,9 @@ def mpi_channel() -> list[int]:
 
 
 def end_for_mpiexec() -> None:
-    """Tells MPICH's mpiexec that MPI has ended in this process: one that closes its channel without a word has failed.
+    """Tells MPICH's mpiexec that MPI has ended here: a process that closes its channel without a message has failed.
 
-    The library says so when C's exit handlers run, which is never in a process that ends by `os._exit`.
+    The library does so in C's exit handlers, which do not run in a process that ends by `os._exit`.
     """
     for channel in mpi_channel():
         with contextlib.suppress(OSError):  # it has been said, and mpiexec has hung up
@@ -309,20 +298,14 @@ def reap(process: Process) -> int:
 def wait_all(processes: Sequence[Process], seconds: float) -> bool:
     """Waits until all have ended or the time is over; returns whether all have. Reaps none."""
     deadline = time.monotonic() + seconds
-    poller = select.poll()
-    handles = [os.pidfd_open(process.pid) for process in processes if exit_status(process) is None]
-    try:
-        for handle in handles:
-            poller.register(handle, select.POLLIN)
-        left = len(handles)
-        while left:
-            ended = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
-            for handle, _ in ended:
-                poller.unregister(handle)
-            left -= len(ended)
-            if not ended and time.monotonic() >= deadline:
-                return False
-        return True
-    finally:
-        for handle in handles:
-            os.close(handle)
+    for process in processes:
+        if exit_status(process) is None:
+            handle = os.pidfd_open(process.pid)
+            try:
+                poller = select.poll()
+                poller.register(handle, select.POLLIN)
+                if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                    return False
+            finally:
+                os.close(handle)
+    return True

@@ -1,9 +1,4 @@
-"""What this machine has and how busy it is: GPUs, memory, processes that the kernel killed, cores in use.
-
-SIGKILL alone does not say who sent it. The kernel counts its own: for each control group in `memory.events` (version
-2) or `memory.oom_control` (version 1), and for the whole machine, everybody's processes together, in `/proc/vmstat`.
-Where the group's own count can be seen, the machine's says nothing more.
-"""
+"""What this machine has and how busy it is: GPUs, memory, processes that the kernel killed, cores in use."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from samestep.launch.cpus import MACHINE, groups, read_if_there
 from samestep.rankenv import variable
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
-KERNEL_KILLED = "the kernel killed"  # in what is said of a rank that has ended for want of memory, and nowhere else
+KERNEL_KILLED = "the kernel killed"  # only in the message of a rank that ended because memory ran out
 BYTES_OF_A_RANK = 28 << 20  # that a forked rank of the smallest model has for itself, torch 2.13: the least there is
 BUSY_WINDOW_S = 0.2
 _COUNTERS = {1: "memory.oom_control", 2: "memory.events"}  # by version of the hierarchy
@@ -57,7 +52,7 @@ def _present_gpus(driver: Path) -> int:
 
 
 def out_of_memory_kills(root: Path = MACHINE) -> int:
-    """Returns how many processes the kernel has killed for want of memory: of this group, else of this machine."""
+    """Returns how many processes the kernel killed because memory ran out: of this group, else of this machine."""
     own = _own_kills(root)
     return _count(root / "proc/vmstat") or 0 if own is None else own
 
@@ -111,7 +106,7 @@ def read_memory(root: Path = MACHINE) -> tuple[int, int]:
 
 
 def _cached(folder: Path, version: int) -> int:
-    """Returns the bytes of files that the kernel keeps for a group, and gives up before it refuses anybody memory.
+    """Returns the bytes of cached files of a group, which the kernel frees before it refuses memory.
 
     They count as the group's own use, and fill it up to its limit once enough has been read.
     """
@@ -128,9 +123,9 @@ def _number(file: Path) -> int | None:
 
 
 def busy_cores(cores: Collection[int], root: Path = MACHINE) -> float:
-    """Returns how many of some cores were busy while this process slept, on average; 0 where nobody says.
+    """Returns how many of some cores were busy while this process slept, on average; 0 where /proc/stat does not say.
 
-    The load average tells of the last minute, and so of what the user himself has just run.
+    The load average covers the last minute, and so what the user has just run.
     """
     before = _ticks(root)
     time.sleep(BUSY_WINDOW_S)
@@ -140,7 +135,7 @@ def busy_cores(cores: Collection[int], root: Path = MACHINE) -> float:
 
 
 def _ticks(root: Path) -> dict[int, tuple[int, int]]:
-    """Of each core, the time that it has been there and the part that it was idle: proc_stat(5).
+    """Returns, by core, its ticks in all and the idle ones (proc_stat(5)).
 
     Columns: user, nice, system, idle, iowait, irq, softirq, steal.
     """

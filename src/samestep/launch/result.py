@@ -1,12 +1,6 @@
 """What became of a run: its exit code, the failure that explains the others, the last lines on standard error.
 
-torchrun blames the earliest timestamp, and knows an exception only where the script wears `@record`. A victim often
-notices before the culprit has finished dying, so here the cause decides, and time only among equals:
-
-    1  a rank's own exception, exit code or signal, the earliest of them
-    2  SIGABRT without a record: gloo and NCCL abort innocent ranks too
-    3  an exit with code 0 while others still waited for it
-    4  an exception that says no more than that a peer is gone or silent, the earliest
+A victim often notices before the culprit has ended, so the cause decides whom to blame, and time only among equals.
 """
 
 from __future__ import annotations
@@ -85,11 +79,11 @@ def _same(one: FailureRecord, other: FailureRecord) -> bool:
 
 
 def find_root_cause(failures: list[FailureRecord], finished: Mapping[int, int], size: int) -> FailureRecord | None:
-    """Returns the failure that explains the others, or None where nobody failed; arguments as in :func:`decide`."""
+    """Returns the failure that explains the others, or None where no rank failed; arguments as in :func:`decide`."""
     if not failures:
         return None
     own = [failure for failure in failures if not failure.lost_peer]
-    if own:
+    if own:  # SIGABRT without an exception comes last: gloo and NCCL abort innocent ranks too
         return min(own, key=lambda failure: (failure.signal == signal.SIGABRT and not failure.traceback, failure.time))
     first = min(failures, key=lambda failure: failure.time)
     if not finished or len(finished) == size:

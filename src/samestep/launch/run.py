@@ -1,8 +1,4 @@
-"""One run of a script on N ranks: what `samestep run` does.
-
-RunSpec     commands, variables and files of every rank: pure, shown by --dry-run
-launch      prepares the hosts, runs attempts until one is the last, writes run.json, returns the result
-"""
+"""One run of a script on N ranks: what `samestep run` does."""
 
 from __future__ import annotations
 
@@ -98,7 +94,7 @@ class RunSpec:
 
     def command(self, rank: int) -> list[str]:
         """Returns the command that is one rank in a fresh interpreter, and what a forked one does instead."""
-        extra = () if self.local_rank_option is None else (f"{self.local_rank_option}={rank}",)
+        extra = () if self.local_rank_option is None else (f"{self.local_rank_option}={self._places[rank].local_rank}",)
         return RankTask(program=(self.program, *extra, *self.arguments), is_module=self.is_module).command()
 
     def variables(self, rank: int, layout: RankLayout | None = None) -> dict[str, str]:

@@ -1,16 +1,7 @@
-"""Decides what happens to a run: whom to wait for, when to stop the rest, what to make of a signal.
+"""Decides what happens to a run: how long to wait, when to stop the other ranks, what a signal means.
 
-    running --a rank fails--> settling --all ended, or 0.5 s--> stopping ----> stacks -----> terminating ----> killing
-       |                      others may explain better,        command over   of the        SIGTERM, to       SIGKILL
-       |                      or end by themselves              the pipe       silent        groups
-       |
-       +--SIGTERM, SIGUSR1--> preempting: command over the pipe; the ranks save, and leave with 75
-       |                        +--a rank cannot--> the signal itself, to the ranks alone: SIGTERM ends them in their
-       |                                            own way; SIGUSR1 goes to those that handle it, and the run goes on
-       +--SIGINT, SIGHUP----> interrupted: the signal itself; 5 s later killing
-       +--a second signal---> killing; but a scheduler repeats its own, which is ignored until the grace is over
-
-A rank that fails by itself is not hurried: as under python, its threads and its atexit handlers run to their end.
+After a failure the others may explain it better, or end by themselves; then they are stopped over the pipe, asked
+for stacks, terminated and killed. A rank that fails by itself is not hurried: its threads and atexit handlers run.
 """
 
 from __future__ import annotations
@@ -58,12 +49,12 @@ class Supervisor:
         self._size = sum(len(host.ranks) for host in hosts)
         self._codes: dict[int, int] = {}
         self._failures: dict[int, FailureRecord] = {}
-        self._finished: dict[int, int] = {}  # rank and process that exited with code 0 before anybody failed by itself
-        self._positions: dict[int, str] = {}  # where a rank was when it was told to leave
+        self._finished: dict[int, int] = {}  # rank and process that exited with code 0 before any failed by itself
+        self.positions: dict[int, str] = {}  # where a rank was when it was asked, or told to leave
         self._steps: dict[int, int] = {}
         self._collectives: dict[int, int] = {}  # that a rank has entered, the making of its group among them
         self._saved: tuple[int, str] | None = None  # step and path, when preempted
-        self._signals: dict[str, int] = {}  # who passed on which signal
+        self._signals: dict[str, int] = {}  # by the host whose agent passed it on, "" for the launcher
         self._saving = False  # ranks were asked to save, and none has said that it cannot
         self._save_timed_out = False  # they were still saving when the time was up
         self._stopping = False  # the launcher itself has begun to end ranks
@@ -77,7 +68,7 @@ class Supervisor:
         elif kind == "ended":
             self._on_end(host, body)
         elif kind == "position" and body["where"] is not None:
-            self._positions[rank] = code_line(body["where"], body["source"])
+            self.positions[rank] = code_line(body["where"], body["source"])
         elif kind == "preempted":
             self._saved = (body["step"], body["path"])
         elif kind == "preempt_unsupported":
@@ -107,13 +98,13 @@ class Supervisor:
             self._stop()
 
     def running(self) -> list[int]:
-        """Returns the ranks that have not ended; none while they are told to end."""
+        """Returns the ranks that have not ended; none while the run is ending."""
         held = [rank for host in self._hosts for rank in host.ranks if rank not in self._codes]
         return [] if self.ending or self._failures else held
 
     @property
     def ending(self) -> bool:
-        """Whether ranks are told to end, by us or by a signal."""
+        """Whether ranks have been stopped, or sent a signal."""
         return self._stopping or bool(self._signals)
 
     def command(self, what: str, ranks: Collection[int]) -> None:
@@ -123,7 +114,7 @@ class Supervisor:
         interrupted = next(iter(self._signals.values()), None)
         found = decide(self._codes, list(self._failures.values()), self._finished, interrupted)
         lost = [failure for failure in self._failures.values() if failure.lost_peer and failure.where is not None]
-        positions = self._positions | {failure.rank: failure.line for failure in lost}  # not where it was at its exit
+        positions = self.positions | {failure.rank: failure.line for failure in lost}  # not where it was at its exit
         trained = len(self._steps) == self._size > 1 and all(self._steps.values())
         return replace(
             found,
@@ -168,7 +159,6 @@ class Supervisor:
     def _next(
         self, seconds: float | None, step: Callable[[], None] | None = None, *, unless_sooner: bool = False
     ) -> None:
-        """Makes `step` the next thing to happen by itself; None: nothing."""
         if self._alarm is not None:
             if unless_sooner and seconds is not None and self._alarm.due <= time.monotonic() + seconds:
                 return
@@ -181,7 +171,6 @@ class Supervisor:
             host.command(what, ranks, number)
 
     def _exiting_ranks(self) -> list[int]:
-        """Ranks that end by themselves, after their own exception."""
         return [rank for rank, failure in self._failures.items() if not failure.lost_peer and rank != self._hung]
 
     def _stop(self) -> None:

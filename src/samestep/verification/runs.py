@@ -132,8 +132,8 @@ def _start(
 ) -> Process:
     if fork_server is not None:
         return fork_server.command(arguments, environment, output)
-    command = [sys.executable, "-P", "-m", "samestep.cli.attached", str(os.getpid()), *arguments]
-    return start(command, environment, stdout=output, stderr=output)
+    command = [sys.executable, "-P", "-m", "samestep", *arguments]
+    return start(command, {**environment, "SAMESTEP_PARENT": str(os.getpid())}, stdout=output, stderr=output)
 
 
 def _wait(process: Process, folder: Path, still_s: float, progress: Callable[[Path, float], None]) -> bool:

@@ -1,12 +1,7 @@
-"""Functions sent to a rank and what they gave: the rank's side of :mod:`samestep.launch.functions.pool`.
+"""Functions sent to a rank, and what they returned: the rank's side of :mod:`samestep.launch.functions.pool`.
 
-    caller                                                     rank
-      LaunchRequest: variables, sys.path, module, payload ->    set the variables, import the module, unpickle
-      (rank 0 also: a listening socket)                   ->    serve a store on it
-                                                          <-    ("returned", value) or ("raised", FailureRecord)
-
-Functions travel by cloudpickle: those of a notebook or a script by value, all others by name; the lines of a notebook's
-cells travel along, for tracebacks. Nothing but the caller's own process can write to the socket.
+Functions travel by cloudpickle: those of a notebook or a script by value, all others by name. Nothing but the caller's
+own process can write to the socket.
 """
 
 from __future__ import annotations

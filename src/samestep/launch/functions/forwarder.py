@@ -1,23 +1,7 @@
-r"""Forwards what the ranks of a call print to the caller's streams, and says how far they are.
+"""Forwards what the ranks of a call print to the caller's streams, and shows a status line meanwhile.
 
-    the caller's stream                                          a rank's stream
-    the process's own 1 or 2, and no status drawn there          the same, inherited: bytes as they come
-    a notebook's cell, a string, a terminal with a status        a pipe, of which whole lines are passed on:
-                                                                 [rank 1] …, and once where several say the same
-
-What a line held before a carriage return is not passed on, so a tqdm bar is one line when it is finished, and is shown
-below the status until then:
-
-    train  1 of 4 ranks returned  12 s  step 118 (rank 3) to 120 (rank 0)
-    [rank 0]  45%|████▌     | 45/100
-
-    a notebook's cell    keeps it as one last line: an output cannot be taken back, and the time is worth knowing
-    a terminal           loses it when the call ends
-    a file or a pipe     has a plain line now and then, if it is asked for
-
-rich.live needs ipywidgets to draw in a notebook; here the cell's output is updated by its display id, which every
-front end understands. multiprocessing knows nothing of notebooks: there a child's lines go to wherever
-descriptor 1 of the kernel leads, in some front ends to the terminal of the server.
+A rank inherits a stream that leads to descriptor 1 or 2 of this process. A notebook's cell, a string, or a terminal
+with a status line gets whole lines through a pipe; of a line with carriage returns, as tqdm's bar has, the last state.
 """
 
 from __future__ import annotations
@@ -255,6 +239,8 @@ class Display:
 
 
 class CellDisplay(Display):
+    """Updates the cell's output by its display id, as every front end can; rich.live would need ipywidgets."""
+
     def __init__(self) -> None:
         self._handle: Any = None
 

@@ -1,8 +1,7 @@
 """Ranks that stay alive and answer calls: what `samestep.spawn` and the tests' ranks are built on.
 
-torch.multiprocessing.spawn starts its processes without an environment, leaves the port to the caller, and loses
-what the function returned. Here each rank sees torchrun's variables (from before its interpreter started, so that
-OMP_NUM_THREADS counts), each call gets a rendezvous of its own, and results come back in rank order.
+Each rank sees torchrun's variables before its interpreter starts, so that OMP_NUM_THREADS counts, and each call has a
+rendezvous of its own.
 """
 
 from __future__ import annotations
@@ -240,7 +239,7 @@ def _receive(one: _PoolRank) -> tuple[str, Any]:
 
 
 def _as_error(cause: FailureRecord, failures: list[FailureRecord], size: int) -> RankFailure:
-    """Returns what the caller is told: the culprit, its own traceback, and which ranks lost their connection to it."""
+    """Returns the caller's error: the culprit, its own traceback, and which ranks lost their connection to it."""
     reason = f"of {size} failed: {cause.exception}: {cause.message}"
     if cause.where is not None:
         reason += f"\n  at {cause.line}"

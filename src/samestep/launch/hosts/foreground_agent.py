@@ -1,7 +1,6 @@
-"""An agent that is a command of its own: `samestep run` on every host but the one that leads.
+"""The agent that `samestep run` is on every host but the one that leads, where no transport has started it.
 
-Started by hand, a person is there too, and is told where the output comes, why this host is not wanted, how the run has
-ended. Tasks of srun and mpiexec share one output, in which the controller has said it: they are silent.
+Started by hand it says what happens. Tasks of srun and mpiexec are silent: they share the controller's output.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class ForegroundAgent(Agent):
     def _on_signal(self, number: int) -> None:
         if self._begun:
             super()._on_signal(number)
-        else:  # the controller waits for others, and listens to nobody
+        else:  # the controller waits for others, and reads no messages
             self.exit_code, self.end_text = 128 + number, f"interrupted by {signal.Signals(number).name}"
             self._loop.stop()
 
@@ -60,7 +59,7 @@ def run_foreground_agent(node: NodeSpec, ranks: int, say: Say) -> int:
         say(f"node {node.index} of {node.count}: {plural(ranks, 'rank')}, whose output comes on {host}")
     agent = ForegroundAgent(link, info)
     agent.serve()
-    link.close()  # who led waits for it
+    link.close()  # the controller waits for it
     if agent.exit_code is None:
         say("the head of the run has hung up: its host, or the network, is gone")
         return CUT_OFF

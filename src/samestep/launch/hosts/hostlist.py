@@ -1,17 +1,7 @@
-"""Which hosts take part, as a user writes them down: pure text, no name is looked up.
+"""The hosts of `--hosts` and `--hostfile`: pure text, no name is looked up.
 
-    a,b[3-9],c[01-03]x,user@d:4          --hosts, and Slurm's node lists (without user and slots)
-
-    list   item , item , …
-    item   [user@] name [:slots]
-    name   letters, digits, `.`, `_`, `-` and any number of bracket groups
-    group  [ part , part , … ]           part: 7, 01, 3-9, 01-12; zeros in front of the first number are kept
-
-    node1 slots=4    # Open MPI          --hostfile: one item a line, comments and blank lines between
-    node2:4          # MPICH
-
-A name goes to ssh as it is, so one that ssh would take for an option is refused; a range is counted before it is
-expanded, so that a typing error cannot fill the memory.
+An item is `[user@]name[:slots]`, such as a, b[3-9], c[01-03]x or user@d:4; names keep the zeros in front of a range's
+first number. A host file has one item a line, or `node1 slots=4` (Open MPI), with comments and blank lines between.
 """
 
 from __future__ import annotations
@@ -139,7 +129,7 @@ def _names(name: str, room: int) -> Iterator[str]:
         if piece.startswith("["):
             ranges = [_range(part) for part in piece[1:-1].split(",")]
             count *= sum(len(numbers) for numbers, _ in ranges)
-            _bound(count, room)
+            _bound(count, room)  # before it is expanded: a typing error must not fill the memory
             choices.append([f"{number:0{width}d}" for numbers, width in ranges for number in numbers])
         else:
             for character in piece:

@@ -1,12 +1,7 @@
 """Waits until the agents of all hosts are connected: before the first attempt, and in the place of lost ones.
 
-    --hosts a,b --via ssh        the transport starts an agent on each; it connects back
-    --nnodes 2 --node-rank 1     started by hand on each host; number 0 waits where --rendezvous says
-    srun, mpiexec                one task each; task 0 waits, and says where in a file that all can read
-
-Whoever is missing is named, with the reason that ssh or the host gave, and not after torchrun's five minutes; who comes
-and does not belong here, with another token, number or command, is told so at once, and so is who waits. Hosts that are
-left when one is lost (`--lost-host wait`) keep their agents, with all that these have imported.
+Missing hosts are named, with the reason that ssh or the host gave. An agent that does not belong to the run gets the
+reason at once. Hosts that are left when one is lost keep their agents, with all that these have imported.
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from samestep.errors import RendezvousError, SamestepError, UsageError
 from samestep.launch.controller import (
@@ -34,9 +29,10 @@ from samestep.launch.hosts.secure_link import AuthenticatedLink, Listener, new_t
 from samestep.launch.hosts.sources import (
     CONNECT_S,
     LEAVE_S,
-    AgentSource,
+    JoinSource,
     NodeSpec,
     TransportMonitor,
+    TransportSource,
     TransportSpec,
     reject,
 )
@@ -57,8 +53,8 @@ Say = Callable[[str], None]
 class AgentJoin:
     """Agents on their way to this controller.
 
-    `expected` is what to call those that are still missing, `where` how that sentence goes on which says who is waited
-    for, `node` this process's own, where somebody else starts the agents; None where a transport does.
+    `expected` are the names of the agents, `where` ends the sentence that names the missing ones, `node` is this
+    process's own where others start the agents, None where a transport does.
     """
 
     expected: Sequence[str]
@@ -66,13 +62,12 @@ class AgentJoin:
     say: Say
     where: str = ""
     node: NodeSpec | None = None
+    loop: Loop = field(default_factory=Loop)
 
     def __post_init__(self) -> None:
-        self._say = functools.cache(self.say)  # once: who was rejected may try again, and again
-        self._loop = Loop()
+        self._say = functools.cache(self.say)  # once: a rejected agent may try again and again
         self._links: list[AuthenticatedLink] = []
-        self._fault: str | None = None
-        self._also: list[str] = []  # what failed just after it
+        self._faults: list[str] = []  # the first one, and what failed just after it
 
     def collect(
         self, seconds: float, started: Sequence[Started] = (), python: str | None = None
@@ -83,25 +78,25 @@ class AgentJoin:
             UsageError: a transport could not start one; says why, and what fixes it.
             RendezvousError: some did not come in time; says who.
         """
-        self._loop.watch(self.listener.fileno(), self._accept)
-        monitors = [TransportMonitor(self._loop, one, self._failed, python) for one in started]
+        self.loop.watch(self.listener.fileno(), self._accept)
+        monitors = [TransportMonitor(self.loop, one, self._failed, python) for one in started]
         self._seconds = seconds
-        self._loop.at(seconds, self._too_late)
-        self._loop.at(SAY_AFTER_S, self._say_for_whom)
+        self.loop.at(seconds, self._too_late)
+        self.loop.at(SAY_AFTER_S, self._say_for_whom)
         try:
-            self._loop.run()
+            self.loop.run()
         except BaseException:
             self._reject_all("error: node 0 has given up waiting")
             raise
         finally:
             for monitor in monitors:
                 monitor.close()
-            self._loop.close()
-        if self._fault is not None:
-            self._reject_all(f"error: {self._fault}")
-            more = ["…"] if len(self._also) > MOST_NAMES else []
+            self.loop.close()
+        if self._faults:
+            self._reject_all(f"error: {self._faults[0]}")
+            more = ["…"] if len(self._faults) > MOST_NAMES + 1 else []
             error = UsageError if started else RendezvousError
-            raise error("; ".join([self._fault, *self._also[:MOST_NAMES], *more]))
+            raise error("; ".join([*self._faults[: MOST_NAMES + 1], *more]))
         return self._links
 
     def _accept(self) -> None:
@@ -112,10 +107,10 @@ class AgentJoin:
             self._say(f"note: {address} was rejected: {reason}")
         self.listener.rejected.clear()
         if len(self._links) == len(self.expected):
-            self._loop.stop()
+            self.loop.stop()
 
     def _check(self, link: AuthenticatedLink) -> None:
-        """Takes in who belongs here; anybody may come again who has gone meanwhile."""
+        """Accepts or rejects an agent; one that has left may come again."""
         for other in list(self._links):
             other.receive()  # heartbeats
             if other.closed:
@@ -127,7 +122,7 @@ class AgentJoin:
             return
         reject([link], f"error: {reason}")
         if self.node is not None and self.node.launcher is not None:
-            self._failed(reason)  # nobody will start another
+            self._failed(reason)  # no other will be started
         else:
             self._say(f"note: {host_name(link)} ({link.address[0]}) was rejected: {reason}")
 
@@ -147,11 +142,9 @@ class AgentJoin:
             link.close()
 
     def _failed(self, reason: str) -> None:
-        if self._fault is not None:
-            self._also.append(reason)
-            return
-        self._fault = reason
-        self._loop.at(TOGETHER_S, self._loop.stop)
+        self._faults.append(reason)
+        if len(self._faults) == 1:
+            self.loop.at(TOGETHER_S, self.loop.stop)
 
     def _name(self, link: AuthenticatedLink) -> str:
         index, own = link.peer_info.get("index"), link.peer_info.get("name") or host_name(link)
@@ -168,11 +161,9 @@ class AgentJoin:
     def _too_late(self) -> None:
         missing, of = len(self.expected) - len(self._links), len(self.expected)
         count = f" ({missing} of the {of} that were waited for)" if of > 1 else ""
-        self._fault = (
-            f"waited {self._seconds:.0f} s, and {self._missing()} never came{count}: start samestep there too, or see "
-            "whether this host can be reached from there"
-        )
-        self._loop.stop()
+        late = f"waited {self._seconds:.0f} s, and {self._missing()} never came{count}"
+        self._faults = [f"{late}: start samestep there too, or see whether this host can be reached from there"]
+        self.loop.stop()
 
 
 def start_by_transport(spec: TransportSpec, say: Say) -> tuple[list[AgentConnection], list[Started]]:
@@ -209,29 +200,19 @@ def ssh_aliases(host: str, ssh_args: str = "") -> set[str]:
 
 
 def wait_for_agents(node: NodeSpec, ranks: int, say: Say) -> list[AgentConnection]:
-    """Returns the agents that were started beside this one, in the order of their numbers; this process is number 0."""
+    """Returns this agent and those that others have started, in the order of their numbers; its own is 0."""
     own = open_here(socket.gethostname(), ranks)
+    loop = Loop()
+    hint = "; if it is node 0 of this run that has it, this host is another node: give it another --node-rank"
     try:
-        with _listener(node) as listener:
-            node.publish_address(listener.port)
+        with JoinSource(node).opened(loop, hint if node.port else "") as listener:
             names = [f"{node.word} {index}" for index in range(1, node.count)]
             where = f" to come in at {node.where}" if node.launcher is None else ""
-            links = AgentJoin(names, listener, say, where, node).collect(node.join_timeout)
+            links = AgentJoin(names, listener, say, where, node, loop).collect(node.join_timeout)
     except BaseException:
         own.link.close()
         raise
-    finally:
-        if node.file is not None:
-            node.file.unlink(missing_ok=True)
     return [own, *(connection_of(link) for link in sorted(links, key=lambda link: int(link.peer_info["index"])))]
-
-
-def _listener(node: NodeSpec) -> Listener:
-    try:
-        return Listener(node.token, node.bind, node.port)
-    except RendezvousError as error:
-        hint = "; if it is node 0 of this run that has it, this host is another node: give it another --node-rank"
-        raise RendezvousError(f"{error}{hint if node.port else ''}") from error
 
 
 # --- replacements ---------------------------------------------------------------------------------
@@ -250,20 +231,20 @@ class ReplacementResult:
 class Replacement:
     """Brings back the hosts that a run has lost, between two attempts.
 
-    `source` says where they come from, None where there is this host alone, whose agent is forked; `preflight` returns
+    `source` is where they come from, None where there is this host alone, whose agent is forked; `preflight` returns
     the parts of all hosts of the controller, after all checks, and gives warnings to its argument.
     """
 
     controller: Controller
-    source: AgentSource | None
+    source: TransportSource | JoinSource | None
     preflight: Callable[[Callable[[str], None]], Sequence[HostRanks]]
     seconds: float
     say: Say
 
     def bring_back(self, prepare: Callable[[tuple[HostRanks, ...]], object]) -> ReplacementResult:
-        """Waits until nobody is missing, and all have been examined and prepared."""
+        """Waits until no host is missing, and all have been examined and prepared."""
         self._late = self._broken_off = False
-        self._new: set[int] = set()  # who has connected
+        self._new: set[int] = set()  # hosts that have connected
         self._rejected: set[int] = set()
         self._say_once = functools.cache(self.say)
         try:
@@ -276,7 +257,7 @@ class Replacement:
                     alarm.cancel()
         except Interruption as signal:
             return ReplacementResult(signal=signal.args[0])
-        except RendezvousError as error:  # somebody else has the port by now
+        except RendezvousError as error:  # another process has the port by now
             return ReplacementResult(reason=f"not started again: no replacement can come in: {error}")
 
     @contextmanager
@@ -308,7 +289,7 @@ class Replacement:
         return {number: host for number, host in enumerate(self.controller.hosts) if host.gone}
 
     def _fill(self, loop: Loop) -> bool:
-        """Returns whether nobody is missing any more, before the time is up."""
+        """Starts agents until none is missing; returns False when the time is up."""
         while missing := self._missing():
             if self._late:
                 return False
@@ -338,12 +319,12 @@ class Replacement:
         while (link := listener.accept()) is not None:
             number, new = link.peer_info.get("index"), connection_of(link)
             lost = self._missing().get(number) if isinstance(number, int) else None
-            reason = self.source.reject_reason(new)
-            if reason is None and (number is None or lost is None):
-                reason = f"number {number} is not missing"
+            node = self.source.node
+            reason = None if node is None else node.reject_reason(link.peer_info)
             if number is None or lost is None or reason is not None:
+                reason = reason or f"number {number} is not missing"
                 self._say_once(f"note: {new.host} joined and was rejected: {reason}")
-                self.source.reject(new, str(reason))
+                self._tell_rejected(new, reason)
                 link.close()
             elif self.source.accept(number, new):
                 self.controller.replace(lost, new)
@@ -354,17 +335,22 @@ class Replacement:
                 link.close()
 
     def _reject_new(self, reason: str) -> bool:
-        """Lets those go who have connected, for they do not fit; returns whether there were any."""
+        """Rejects the agents that have connected; returns whether there were any."""
         hosts = self.controller.hosts
         rejected, self._new = {number for number in self._new if hosts[number].address is not None}, set()
         for number in rejected:
             assert self.source is not None
             self._say_once(f"note: {hosts[number].host} cannot take the place: {reason}")
-            self.source.reject(hosts[number], reason)
+            self._tell_rejected(hosts[number], reason)
             self.controller.hang_up(hosts[number], reason)
             self.source.failed(number, reason)
         self._rejected |= rejected
         return bool(rejected)
+
+    def _tell_rejected(self, new: AgentConnection, reason: str) -> None:
+        """Tells an agent that has connected why it cannot stay, if a user reads its output."""
+        if self.source is not None and self.source.node is not None:
+            reject([new.link], f"error: {reason}")
 
     def _nobody(self) -> ReplacementResult:
         missing = self._missing()

@@ -1,9 +1,4 @@
-"""The command that has mpiexec start the ranks, for `--mpi`: one task for each, and nothing bound.
-
-    samestep run --mpi -n 4 train.py    =    mpiexec -n 4 samestep run train.py
-
-Each mpiexec has its own words for more ranks than cores, for root, and for leaving threads the cores that they need.
-"""
+"""The command that has mpiexec start the ranks, for `--mpi`: one task for each, and nothing bound."""
 
 from __future__ import annotations
 
@@ -43,7 +38,7 @@ def options(version: str, *, is_root: bool) -> list[str]:
     []
     """
     if "OpenRTE" not in version and "Open MPI" not in version:
-        return []  # MPICH binds nothing; Intel MPI is told by a variable
+        return []  # MPICH binds nothing; for Intel MPI there is a variable
     more = ["--oversubscribe"] if "OpenRTE" in version else ["--map-by", ":OVERSUBSCRIBE"]
     return ["--bind-to", "none", *more, *(["--allow-run-as-root"] if is_root else [])]
 

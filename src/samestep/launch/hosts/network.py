@@ -1,8 +1,7 @@
-"""This host's network interfaces, the way to another host, and whether it can be reached.
+"""This host's network interfaces, the route to another host, and whether it can be reached.
 
-gloo and NCCL choose an interface by the host's own name, which often leads to the wrong one or to none, and then wait.
-Here the way is asked of the kernel, and tried, before any rank starts: a host opens a port that answers a nonce of its
-own; another connects, reads the nonce, and knows that it has reached that host and no other service.
+gloo and NCCL choose an interface by the host's name, often a wrong one, and then wait. Here each host opens a port that
+answers a nonce; a host that reads this nonce has reached it, and no other service.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def interface_named(name: str) -> Interface:
 
 
 class ProbeServer:
-    """A port that says who it is; watch :meth:`fileno`, then :meth:`serve_ready`."""
+    """A port that sends its nonce; watch :meth:`fileno`, then :meth:`serve_ready`."""
 
     def __init__(self, address: str = "0.0.0.0") -> None:  # noqa: S104  (others are to try it)
         self._socket = socket.create_server((address, 0), backlog=1024)

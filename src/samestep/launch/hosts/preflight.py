@@ -1,11 +1,7 @@
-"""Whether the hosts of a run fit together, found out before any rank starts: in one line, not by a hang.
+"""Whether the hosts of a run fit together, found out before any rank starts.
 
-    agents have connected  ->  info of each  ->  probes between all  ->  mismatch, or order, ranks, threads, addresses
-
-reach      every host reaches every other              else: which pair, and how
-versions   the same samestep, torch and python         else: who has which
-script     there, and the same, everywhere, also here  else: where it differs
-room       as many slots as ranks were asked for       else: where not
+Every host reaches every other, has the same versions and the same script, and room for its ranks; else one line says
+where not. Then ranks, threads and addresses are known.
 """
 
 from __future__ import annotations
@@ -21,9 +17,9 @@ from samestep.launch.hosts.host_info import HostInfo, digest
 from samestep.launch.hosts.network import ProbeTarget, addresses
 from samestep.schema import from_json
 
-MOST_PAIRS = 8  # that are named beside the first
+MOST_PAIRS = 8  # that are named after the first
 
-Reached = Mapping[str, Mapping[str, str | None]]  # from whom, to whom: why not, or None
+Reached = Mapping[str, Mapping[str, str | None]]  # by source and target host: why it is not reached, or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +85,7 @@ def preflight(controller: Controller, request: RunRequest, warn: Callable[[str],
         raise UsageError(fault)
     for warning in binding_warnings(infos, request.launcher):
         warn(warning)
-    alone = one_machine(controller.hosts)  # then nobody else needs to reach the store
+    alone = one_machine(controller.hosts)  # then no other host needs to reach the store
     machines = [(info.host, targets[label].address) for label, info in zip(labels, infos, strict=True)]
     return [
         HostRanks(
@@ -267,7 +263,7 @@ def _room(slots: Mapping[str, tuple[int, int]]) -> str | None:
 
 
 def _odd(infos: Sequence[HostInfo], values: Sequence[str]) -> str | None:
-    """Returns who differs from the most, or both where there are only two; None where all are equal."""
+    """Returns the hosts that differ from the most, or both where there are only two; None where all are equal."""
     counts = Counter(values)
     if len(counts) < 2:
         return None

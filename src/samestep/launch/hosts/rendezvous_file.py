@@ -1,14 +1,7 @@
-"""The file through which tasks that srun or mpiexec has started find the one among them that leads.
+"""The file through which tasks that srun or mpiexec has started find task 0, which leads.
 
-    task 0           binds a port, and writes {addresses, port, token} where all can read it, in one rename
-    the others       look for it until it is there
-
-A file system is the only thing that these tasks share for certain before they are connected, and on one that spans
-hosts there is nothing to wait on: inotify does not see what another host writes. So they look, less and less often.
-
-A leftover of an earlier step must not be taken for this one's. The name has the job's and the step's number and a
-digest of what is different at every start (START_MARKERS); where a launcher says nothing of the kind, as mpiexec over
-ssh, its age decides. Whoever follows such a file will run what its writer says, so that must be the same user.
+A file system is all that these tasks share for certain. A network file system does not report what other hosts write,
+so they look again and again. The file must belong to their user: they run what its writer says.
 """
 
 from __future__ import annotations

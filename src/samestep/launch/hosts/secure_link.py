@@ -5,17 +5,10 @@
       {"nonce": b, "about": …,       ->
        "proof": mac(token, "agent", a, b, about)}
                                      <-  {"proof": mac(token, "head", a, b)}    or {"refused": why}
+    then frames both ways (samestep.launch.link), each with mac(mac(token, "key", a, b), direction, number, frame)
 
-    then frames both ways (samestep.launch.link), each with mac(key, direction, number, frame),
-    where key = mac(token, "key", a, b)
-
-The secret itself never travels. Nonces are fresh on both sides, so nothing can be replayed into another connection;
-the number and the direction keep frames from being repeated, dropped, reordered or sent back. It is proof of origin,
-not encryption: torch's own connections are neither, and what trains together should be on a network that is trusted.
-
-Nobody who has not proved anything can make the controller wait: handshakes go on beside each other, in a selector of
-their own that nests in its loop, at most so many at a time and for so long. Whoever has taken too long is turned away
-when the next one comes. mac is HMAC-SHA256 (RFC 2104).
+mac is HMAC-SHA256 (RFC 2104). The secret never travels; fresh nonces, the number and the direction keep messages from
+being repeated, dropped, reordered or sent back. Nothing is encrypted: torch's own connections are not either.
 """
 
 from __future__ import annotations
@@ -36,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from samestep.errors import RendezvousError
-from samestep.launch.link import HEAD, Link, Message
+from samestep.launch.link import Link, Message
 from samestep.schema import parse_object
 
 PROTOCOL = 2
@@ -74,6 +67,8 @@ class AuthenticatedLink(Link):
     `peer_info` is what the other side told of itself, `address` where it is; `fault` says why the connection
     was ended here, if it was.
     """
+
+    _proof_size = MAC
 
     def __init__(self, stream: socket.socket, key: bytes, ours: str, theirs: str, about: dict[str, Any]) -> None:
         self.address: tuple[str, int] = stream.getpeername()[:2]
@@ -115,29 +110,18 @@ class AuthenticatedLink(Link):
             self._end("was cut off in the middle of a message")
         return found
 
-    def _unwrap(self) -> list[Message]:
-        messages: list[Message] = []
-        while len(self._incoming) >= MAC + HEAD.size and self.fault is None:
-            text, payload = HEAD.unpack_from(self._incoming, MAC)
-            end = MAC + HEAD.size + text + payload
-            if end > MOST_FRAME:
-                self._end(f"sent a frame of {end} bytes")
-            elif len(self._incoming) < end:
-                break
-            else:
-                messages += self._open(bytes(self._incoming[:end]), text)
-                del self._incoming[:end]
-        return messages
+    def _allows(self, size: int) -> bool:
+        if size > MOST_FRAME:
+            self._end(f"sent a frame of {size} bytes")
+        return self.fault is None
 
-    def _open(self, frame_with_proof: bytes, text: int) -> list[Message]:
-        proof, frame = frame_with_proof[:MAC], frame_with_proof[MAC:]
+    def _proves(self, proof: bytes, frame: bytes) -> bool:
         right = _mac(self._key, self._theirs, _NUMBER.pack(self._received), frame)
         if not hmac.compare_digest(proof, right):
             self._end("sent a frame that the other side has not sent, or not at this place")
-            return []
+            return False
         self._received += 1
-        body = json.loads(frame[HEAD.size : HEAD.size + text])
-        return [Message(body.pop("kind"), body, frame[HEAD.size + text :])]
+        return True
 
     def _end(self, what: str) -> None:
         self.fault = f"{self.address[0]}:{self.address[1]} {what}"
@@ -160,6 +144,9 @@ class PendingPeer:
 
 class Listener:
     """Where agents come in; a context manager. Watch :meth:`fileno`, then :meth:`accept` until it returns None.
+
+    A peer that has proved nothing cannot make the controller wait: handshakes run beside each other, and their number
+    and time are limited.
 
     Raises:
         RendezvousError: the port is taken, or the address is not this host's.
@@ -184,7 +171,7 @@ class Listener:
         self._most = MOST_PENDING if soft == resource.RLIM_INFINITY else min(MOST_PENDING, max(1, soft // SHARE))
         self._pending: dict[int, PendingPeer] = {}
         self._ready: list[AuthenticatedLink] = []
-        self.rejected: list[str] = []  # who was, and why
+        self.rejected: list[str] = []  # addresses, and why
 
     def fileno(self) -> int:
         return self._poll.fileno()
@@ -244,7 +231,7 @@ class Listener:
         self._accept_peer(peer, nonce, about)
 
     def _accept_peer(self, peer: PendingPeer, nonce: str, about: dict[str, Any]) -> None:
-        """Takes in who has proved itself, unless it has given up meanwhile: it comes again, and would be twice."""
+        """Takes in a peer that has proved itself, unless it has left meanwhile: it would connect twice."""
         key = _mac(self._token, "key", peer.nonce, nonce)
         try:
             if _has_left(peer.stream):
@@ -303,15 +290,15 @@ def connect(
 ) -> AuthenticatedLink:
     """Returns a connection to the controller, at the first of its addresses that answers.
 
-    `about` is what to tell of this side; `patient`: the controller may not be there yet, so a refusal is no answer.
+    `about` describes this side; `patient`: the controller may not be there yet, so a refusal is no answer.
 
     Raises:
-        RendezvousError: nobody answered, or not as the controller of this run; says what was tried.
+        RendezvousError: no address answered, or not as the controller of this run; says what was tried.
     """
     key = _token_key(token)
     until, reasons = time.monotonic() + seconds, dict[str, str]()
     while True:
-        answered = False  # by somebody who will not become ours
+        answered = False  # by a process that is not our controller
         for address in addresses:
             try:
                 return _reach(address, port, key, about, until)

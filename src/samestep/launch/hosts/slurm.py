@@ -1,19 +1,6 @@
-"""Slurm: the job that `samestep run --slurm` submits.
+"""The job that `samestep run --slurm` submits: a batch script whose srun starts `samestep run` once on each node.
 
-    sbatch script          on the first node, one job
-      srun                 one task on each node: `samestep run -n K`, which starts the K ranks of its node
-        task 0             leads; the others connect to it (samestep.launch.hosts.rendezvous_file)
-      exit code 75         every rank has saved: the job is queued again, under the same number
-      any other            the job's own, which is the culprit's
-
-Every task leaves with the exit code of the run, so srun, which returns the highest of its tasks' codes, returns that.
-With --kill-on-bad-exit=1 it would not: the first task to leave with 75 makes srun end the others with SIGTERM while
-they are on their way out, and 143 is higher. samestep ends the ranks of a run that has failed by itself, so srun
-has only to end a task that never came so far: --wait.
-
-USR1 comes some time before the limit (--signal=B:), to the batch script alone, which tells the process that leads the
-run. Sent to the tasks, it would reach every process in them, and end what does not handle it: the workers of a
-DataLoader, and ranks that cannot save. Those are left to train on to their limit.
+Task 0 leads. Every task exits with the code of the run; with 75, when every rank has saved, the job is queued again.
 """
 
 from __future__ import annotations
@@ -69,11 +56,12 @@ def _header(job: BatchJob) -> Iterator[str]:
     yield f"--nodes={job.nodes}"
     yield "--ntasks-per-node=1"
     yield f"--cpus-per-task={job.ranks or 1}"
+    # to the batch script alone: in the tasks it would end the workers of a DataLoader, and ranks that cannot save
     yield f"--signal=B:USR1@{job.warning}"
     yield "--requeue"
     yield "--open-mode=append"
     yield _option("output", f"{job.run_dir}/".replace("%", "%%") + "slurm-%j.out")
-    if job.variables:  # names alone: anybody may read the script
+    if job.variables:  # names alone: every user can read the script
         yield f"--export=ALL,{','.join(job.variables)}"
     if job.sbatch_args:
         yield _line(job.sbatch_args.removeprefix("#SBATCH").strip())
@@ -84,7 +72,7 @@ def _option(name: str, value: str) -> str:
 
 
 def _line(text: str) -> str:
-    """Returns `text`, which must not begin another line: that one would be obeyed too."""
+    """Returns `text`, which must not begin another line: sbatch or the shell would run that."""
     if not text.isprintable():
         raise UsageError(f"{text!r} cannot stand in a job script: leave line breaks and control characters out")
     return text
@@ -124,6 +112,7 @@ LEAD = '[ "$SLURM_PROCID" != 0 ] || echo $$ >"$0"; exec "$@"'  # task 0 is on th
 
 
 def _body(job: BatchJob) -> str:
+    # --kill-on-bad-exit=1 would end the other tasks by SIGTERM when the first leaves with 75, and 143 is higher
     # since Slurm 22.05 srun does not take --cpus-per-task from sbatch; not said, a task has all of its node's share
     lines = [
         ["srun", "--kill-on-bad-exit=0", f"--wait={job.wait}", "--cpu-bind=none"],
@@ -147,7 +136,7 @@ def _body(job: BatchJob) -> str:
 def submit(script: str, folder: Path) -> str:
     """Submits a job and returns its number.
 
-    It is kept in `folder`, with its output; made here, for Slurm ends a job whose output it cannot open without a word.
+    `folder`, which keeps the script and the output, is made here: Slurm ends a job whose output it cannot open.
 
     Raises:
         UsageError: there is no sbatch here, or it refuses the job, and says what sbatch said; or `folder` cannot be

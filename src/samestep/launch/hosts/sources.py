@@ -1,4 +1,4 @@
-"""Who starts the agents of other hosts: a transport from here, or somebody else, by hand, with srun or mpiexec."""
+"""Where the agents of other hosts come from: a transport starts them, or a person, srun or mpiexec does."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import json
 import os
 import shlex
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samestep.errors import UsageError
+from samestep.errors import RendezvousError, UsageError
 from samestep.launch.agent import JoinInfo
 from samestep.launch.controller import AgentConnection, Controller
 from samestep.launch.event_loop import Alarm, Loop
@@ -27,9 +26,9 @@ from samestep.launch.hosts.transport import plan as plan_transport
 from samestep.launch.link import Link
 from samestep.rankenv import RankVariables
 
-JOIN_TIMEOUT_S = 300.0  # for agents that somebody else starts; a queue may start hosts one by one
+JOIN_TIMEOUT_S = 300.0  # for agents that others start; a queue may start hosts one by one
 CONNECT_S = 15.0  # for agents that a transport starts
-LEAVE_S = 2.0  # for a transport, or an agent, to end when it is told to
+LEAVE_S = 2.0  # for a transport, or an agent, to end
 RETRY_S = 1.0  # between two tries to start an agent
 REFRESH_S = 60.0  # after which the rendezvous file is written anew
 ANY_ADDRESS = "0.0.0.0"  # noqa: S104  (the others must reach it)
@@ -125,16 +124,16 @@ class TransportMonitor:
             self._failed(explain(name, self._one.start.via, output.code, "\n".join(output.text), self._python))
 
 
-# --- hosts that somebody else starts --------------------------------------------------------------
+# --- agents that others start ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSpec:
-    """One of `count` processes that somebody else has started; number 0 leads.
+    """One of `count` processes that a person, srun or mpiexec has started; number 0 leads.
 
     They meet at `address` and `port`, or through a file; `named` is how a person has written that, and `bind` the
     address at which number 0 listens. All were started with the same `program`; `launcher` is what has started them,
-    in the words of samestep.rankenv, None where somebody has by hand.
+    in the words of samestep.rankenv, None for a person.
     """
 
     index: int
@@ -177,11 +176,6 @@ class NodeSpec:
             )
         return None
 
-    def publish_address(self, port: int) -> None:
-        if self.file is not None:
-            here = [interface.address for interface in addresses()]
-            rendezvous_file.write(self.file, {"addresses": here, "port": port, "token": self.token})
-
 
 def node_spec(task: RankVariables, join_timeout: float = JOIN_TIMEOUT_S, program: Sequence[str] = ()) -> NodeSpec:
     file = rendezvous_file.rendezvous_path(task)
@@ -218,41 +212,8 @@ def notify_end(controller: Controller, text: str, code: int) -> None:
 
 # --- replacements ---------------------------------------------------------------------------------
 
-
-class AgentSource(ABC):
-    """Where agents connect that take the place of lost ones, and what makes them come.
-
-    Hosts go by their place in the run, from 0; `reasons` say why nobody has come so far, where that is known.
-    """
-
-    def __init__(self) -> None:
-        self.reasons: dict[int, str] = {}
-
-    @abstractmethod
-    def opened(self, loop: Loop) -> AbstractContextManager[Listener]:
-        """Lets them connect until left."""
-
-    @abstractmethod
-    def waiting_text(self, number: int, host: AgentConnection, limit: str) -> str:
-        """Returns what a person should know about the wait for a host, which has a limit."""
-
-    def start(self, number: int, host: AgentConnection) -> None:  # noqa: B027 - a source may only wait
-        """Starts an agent in its place, unless one is on the way or others start it."""
-
-    def reject_reason(self, new: AgentConnection) -> str | None:  # noqa: ARG002
-        """Returns why an agent that has connected is none of this run; None where it is one."""
-        return None
-
-    def reject(self, new: AgentConnection, reason: str) -> None:  # noqa: B027 - no user reads its output
-        """Tells an agent that has connected why it cannot stay, if a user reads its output."""
-
-    def accept(self, number: int, new: AgentConnection) -> bool:  # noqa: ARG002
-        """Takes note of an agent that has connected; returns whether it still counts."""
-        return True
-
-    def failed(self, number: int, reason: str) -> None:
-        """Gives up who has connected, or is on the way."""
-        self.reasons[number] = reason
+# Both classes let agents connect that take the place of lost ones. Hosts go by their place in the run, from 0;
+# `reasons` say why nobody has come so far; `node` is this process's own, where others start agents.
 
 
 @dataclass
@@ -265,13 +226,15 @@ class _Try:
     monitor: TransportMonitor | None
 
 
-class TransportSource(AgentSource):
+class TransportSource:
     """Starts agents again over the transport, until ssh or the host has no more objection."""
+
+    node: NodeSpec | None = None
 
     def __init__(
         self, spec: TransportSpec, started: list[Started], controller: Controller, show: Callable[[bytes], None]
     ) -> None:
-        super().__init__()
+        self.reasons: dict[int, str] = {}
         self._spec = spec
         self._started = started  # what keeps the agents alive; kept up to date
         self._controller = controller
@@ -298,6 +261,7 @@ class TransportSource(AgentSource):
         return f"trying to start its agent again over {self._spec.via}, {limit}"
 
     def start(self, number: int, host: AgentConnection) -> None:
+        """Starts an agent in its place, unless one is on the way."""
         if number in self._pausing or (number in self._tries and self._tries[number].monitor is not None):
             return
         self._tries.pop(number, None)
@@ -311,6 +275,7 @@ class TransportSource(AgentSource):
         self._tries[number] = _Try(host.host, started, alarm, monitor)
 
     def accept(self, number: int, new: AgentConnection) -> bool:
+        """Records an agent that has connected; returns False where it came too late."""
         current = self._tries.get(number)
         if current is None or current.monitor is None:
             return False
@@ -322,7 +287,8 @@ class TransportSource(AgentSource):
         return True
 
     def failed(self, number: int, reason: str) -> None:
-        super().failed(number, reason)
+        """Drops the agent that has connected, or is on the way."""
+        self.reasons[number] = reason
         self._drop(self._tries.pop(number))
         self._pausing[number] = self._loop.at(RETRY_S, partial(self._retry, number))
 
@@ -342,15 +308,22 @@ class TransportSource(AgentSource):
         one.end()
 
 
-class JoinSource(AgentSource):
+class JoinSource:
+    """Waits for agents that others start."""
+
     def __init__(self, node: NodeSpec) -> None:
-        super().__init__()
-        self._node = node
+        self.node = node
+        self.reasons: dict[int, str] = {}
 
     @contextmanager
-    def opened(self, loop: Loop) -> Iterator[Listener]:
-        node = self._node
-        with Listener(node.token, node.bind, node.port) as listener:
+    def opened(self, loop: Loop, hint: str = "") -> Iterator[Listener]:
+        """Lets agents connect until left; `hint` says what to do where another process has the port."""
+        node = self.node
+        try:
+            listener = Listener(node.token, node.bind, node.port)
+        except RendezvousError as error:
+            raise RendezvousError(f"{error}{hint}") from error
+        with listener:
             self._publish(loop, listener.port)
             try:
                 yield listener
@@ -360,12 +333,14 @@ class JoinSource(AgentSource):
                     node.file.unlink(missing_ok=True)
 
     def _publish(self, loop: Loop, port: int) -> None:
-        """Says where this process waits, again and again: what is old is taken for a leftover."""
-        self._node.publish_address(port)
+        """Writes where this process waits, if to a file again and again: an old one is taken for a leftover."""
+        if self.node.file is not None:
+            here = [interface.address for interface in addresses()]
+            rendezvous_file.write(self.node.file, {"addresses": here, "port": port, "token": self.node.token})
         self._again = loop.at(REFRESH_S, partial(self._publish, loop, port))
 
     def waiting_text(self, number: int, host: AgentConnection, limit: str) -> str:
-        node = self._node
+        node = self.node
         own = f"waiting {limit} for {node.word} {number} to come in"
         if node.file is None:
             return f"{own} at {node.address}:{node.port}: start the same command there again, or in its place"
@@ -373,8 +348,11 @@ class JoinSource(AgentSource):
         command = shlex.join(["samestep", "run", *options, str(node.file), *node.program])
         return f"{own}; there, or in its place: {command}"
 
-    def reject_reason(self, new: AgentConnection) -> str | None:
-        return self._node.reject_reason(getattr(new.link, "peer_info", {}))
+    def start(self, number: int, host: AgentConnection) -> None:
+        """Does nothing: others start it."""
 
-    def reject(self, new: AgentConnection, reason: str) -> None:
-        reject([new.link], f"error: {reason}")
+    def accept(self, number: int, new: AgentConnection) -> bool:  # noqa: ARG002
+        return True
+
+    def failed(self, number: int, reason: str) -> None:
+        self.reasons[number] = reason

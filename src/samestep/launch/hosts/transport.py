@@ -1,20 +1,7 @@
 """Starts a command on other hosts over ssh, pdsh or clush, hands it one line, and says in words why that failed.
 
-    via     one process here for   exact command
-    ssh     each host              ssh OPTIONS -- node1 COMMAND
-    clush   all hosts              clush -S -R ssh -f N -t 4 -w node1,node2 -o OPTIONS COMMAND
-    pdsh    all hosts              pdsh -S -f N -R exec -w node1,node2 FEEDER ssh OPTIONS -- %h COMMAND
-
-A command line is readable by everybody on both machines, and sshd passes no variables on; so what is secret goes by
-standard input, which then stays open: its end tells the other side that nobody is left here. OpenSSH passes it on,
-clush copies it to all hosts. pdsh does not read it at all, with any of its remote commands. So there the remote
-command is pdsh's own `exec` module, which runs something here for each host: a feeder (:func:`feed`), that starts
-ssh, writes the line (which it finds in its environment, private to the user) and ends ssh's input when either pdsh or
-the caller is gone. Killed by SIGKILL, ssh, clush and pdsh leave on the other side what does not look at its standard
-input; COMMAND must.
-
-pdsh and clush start 32 and 64 commands at a time by default and let the others wait for these to end, which a
-training would do for ever: -f is always the number of hosts.
+The line goes by standard input: every user can read a command line, and sshd passes no variables on. The input then
+stays open, and the command must end with it: ssh, clush and pdsh that are killed leave the command running.
 """
 
 from __future__ import annotations
@@ -40,7 +27,7 @@ VIAS = ("ssh", "pdsh", "clush")
 CONNECT_S = 4  # seconds for a host to answer; the first of two equal ssh options counts, so a user's own wins
 SSH_OPTIONS = ("-T", "-x", "-a", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}")
 JOIN_INFO = "SAMESTEP_GREETING"
-MOST_JOIN_INFO = 1 << 15  # bytes that a pipe surely takes before anybody reads
+MOST_JOIN_INFO = 1 << 15  # bytes that a pipe takes without a reader
 PACKAGES = {"ssh": "openssh-client", "pdsh": "pdsh", "clush": "clustershell"}  # what apt calls them
 
 
@@ -129,7 +116,11 @@ def _ssh(host: str, command: Sequence[str], options: Sequence[str]) -> Start:
 
 
 def _pdsh(hosts: Sequence[str], command: Sequence[str], options: Sequence[str]) -> list[Start]:
-    """Returns one pdsh for each user: given `user@` for some hosts, it would replace ssh's own choice for the rest."""
+    """Returns one pdsh for each user: given `user@` for some hosts, it would replace ssh's own choice for the rest.
+
+    pdsh does not read its input, so its `exec` module runs a feeder here for each host (:func:`feed`), which starts
+    ssh. By default pdsh starts 32 commands at a time, clush 64, and the others wait for their end: -f is always given.
+    """
     theirs = tuple(_split(variable("PDSH_SSH_ARGS_APPEND") or ""))  # what a user of pdsh has set for its ssh
     # env: pdsh cuts the path off argv[0], by which python finds its virtual environment
     feeder = ("env", sys.executable, "-P", "-m", "samestep.launch.hosts.transport")
@@ -174,11 +165,11 @@ def check_installed(via: str) -> None:
 def start(starts: Sequence[Start], info: str) -> list[Started]:
     """Starts all of it and hands every host one line; the caller reads the pipes.
 
-    The caller reads the pipes. The command finds `info` on its standard input; it is never on a command line.
+    The command finds `info` on its standard input; it is never on a command line.
     """
     line = info.encode() + b"\n"
     if b"\n" in line[:-1] or b"\0" in line or len(line) > MOST_JOIN_INFO:
-        raise ValueError(f"a info is one line of at most {MOST_JOIN_INFO} bytes")
+        raise ValueError(f"the info is one line of at most {MOST_JOIN_INFO} bytes")
     for via in dict.fromkeys(start.via for start in starts):
         check_installed(via)
     started: list[Started] = []
@@ -233,14 +224,14 @@ def feed(argv: Sequence[str]) -> int:
 
 
 def _watch_input_of(parent: int, poller: select.poll) -> bool:
-    """Adds the standard input of pdsh to `poller`; returns whether it has ended already, when poll would not say so."""
+    """Adds the standard input of pdsh to `poller`; returns whether it has ended already, which poll does not report."""
     try:
         pipe = os.open(f"/proc/{parent}/fd/0", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:  # not a pipe: then there is no end to see
         return False
     try:
         ended = os.read(pipe, 1) == b""
-    except OSError:  # BlockingIOError: somebody holds the other end
+    except OSError:  # BlockingIOError: the other end is open
         ended = False
     poller.register(pipe, 0)  # POLLHUP comes unasked
     return ended

@@ -1,10 +1,7 @@
-"""Connects a rank that `samestep run` has not started to a watcher of its host, and so watches it all the same.
+"""Connects a rank that something else than `samestep run` has started to a watcher of its host.
 
-    start_watcher         in one rank of each host: starts samestep.launch.monitor.watcher; the others get its address
-    connect_to_watcher    in every rank: hands over its record and its stacks, and what it fails with from then on
-
-The address is an abstract socket: it is gone with the watcher, and no file has to be cleared away. Whoever connects
-must be a process of the same user.
+One rank of each host starts samestep.launch.monitor.watcher, the others get its address: an abstract socket, which is
+gone with the watcher.
 """
 
 from __future__ import annotations
@@ -21,10 +18,12 @@ from dataclasses import asdict
 from types import TracebackType
 
 from samestep import progress
+from samestep.launch.process import interpreter_command, start
 from samestep.launch.rank import progress_notes
 from samestep.launch.rank.control import Control
 from samestep.launch.rank.failure import describe
 from samestep.launch.rank.user_code import STACKS_SIGNAL
+from samestep.rankenv import child_environment
 
 ANSWER_S = 20.0  # for the watcher to start and to take notice
 
@@ -32,7 +31,7 @@ _watched: list[bool] = []
 
 
 def is_watched() -> bool:
-    """Tells whether somebody watches this process already: `samestep run`, a pool, or a watcher."""
+    """Tells whether this process is watched already: by `samestep run`, a pool, or a watcher."""
     return bool(_watched)
 
 
@@ -46,13 +45,8 @@ def start_watcher(ranks: int, size: int) -> str:
         listener.bind(f"\0{name}")
         listener.listen(ranks)
         words = map(str, (listener.fileno(), ranks, size))
-        subprocess.Popen(  # it ends by itself; nobody waits for it
-            [sys.executable, "-P", "-m", "samestep.launch.monitor.watcher", *words],
-            pass_fds=[listener.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        command = interpreter_command("samestep.launch.monitor.watcher", *words)
+        start(command, child_environment({}), keep=[listener.fileno()], stdout=subprocess.DEVNULL)  # it ends by itself
     return name
 
 
@@ -101,7 +95,7 @@ def _report_end(control: Control, rank: int) -> None:
         if own:
             control.send("failed", failure=asdict(failure))
         hook(kind, error, trace)
-        if own and failure.lost_peer:
+        if own and failure.lost_peer:  # torchrun blames the first rank that ends, and stops whatever still speaks
             control.await_end(ANSWER_S)
 
     def report_leaving() -> None:

@@ -1,10 +1,7 @@
 """What torch's flight recorder knows of a rank's collectives: also of those that no script calls.
 
-    rank 0    default_pg    … 40 all_reduce  done    41 all_reduce [20]   begun
-    rank 1    default_pg    … 40 all_reduce  done                              ◀ it has not come to 41
-
-Every rank is asked when a run hangs. A rank that waits in a kernel of NCCL looks as if it computed; here it has begun
-what the culprit has not. Torch's own analyzer wants dumps of all ranks in one place, and fails on those of gloo.
+A rank that waits in a kernel of NCCL seems to compute; the recorder shows that it has begun a collective that the
+culprit has not. Torch's own analyzer wants dumps of all ranks in one place, and fails on those of gloo.
 """
 
 from __future__ import annotations

@@ -1,16 +1,7 @@
-"""Whether a run hangs, who holds it up, and since when: said once, in words, when no rank progresses any more.
+"""Whether a run hangs, which ranks hold it up, and since when.
 
-    a rank is frozen (state T)                                  it, whoever waits
-    some wait in a collective, others have not come             those: they compute, sleep, or wait for a disk
-    all wait in collectives, and not in the same                each for others: nothing can go on any more
-    all wait in the same                                        messages do not arrive
-    none is in a collective that shows, and all sleep           the one that is behind
-    some wait for calls of torch.distributed.rpc                those that have not returned; who serves waits for none
-
-A hang is no progress of any rank for max(10 s, 5 times the 99th percentile of a step). Long work is none: what happens
-before the second step (compilation, a download), evaluations, saves, and whatever computes while nobody waits. What
-others wait for before the second step is reported all the same, after six times as long, and never stopped. gloo and
-NCCL give up after 30 and 10 minutes, and name nobody.
+A hang is no progress of any rank for max(10 s, 5 times the 99th percentile of a step). What takes long by right is
+none: what comes before the second step, evaluations, saves, and computing while no other rank waits.
 """
 
 from __future__ import annotations
@@ -62,7 +53,7 @@ def diagnose(ranks: Sequence[RankHeartbeat], least: float = HANG_AFTER_S, behind
 
 
 def is_doubtful(ranks: Sequence[RankHeartbeat], least: float = HANG_AFTER_S) -> bool:
-    """Whether nothing progresses though all ranks compute: whoever waits in a kernel of NCCL looks like that."""
+    """Whether nothing progresses though all ranks compute: ranks that wait in a kernel of NCCL look like that."""
     since = min((each.since_progress for each in ranks), default=0.0)
     return since >= limit(ranks, least) and all(_is_busy(each) and not each.operation for each in ranks)
 
@@ -90,7 +81,7 @@ def _diagnose(ranks: Sequence[RankHeartbeat], least: float, behind: Sequence[int
     busy, asleep = [one for one in outside if _is_busy(one)], [one for one in outside if not _is_busy(one)]
     if busy and (inside or asleep):
         return _hang("busy", busy, since)
-    if busy:  # all compute; who waits all the same waits in a kernel
+    if busy:  # all compute; a rank that waits does so in a kernel
         return _hang("busy", busy, since) if behind else None
     disk = [each for each in asleep if each.state == "D"]
     return _hang("disk", disk, since) if disk else _hang("asleep", asleep if inside else _least_far(asleep), since)
@@ -137,7 +128,7 @@ def _hang(kind: Kind, ranks: Sequence[RankHeartbeat], since: float, *, certain: 
 
 
 def describe_hang(hang: Hang, ranks: Mapping[int, RankHeartbeat], positions: Mapping[int, str]) -> list[str]:
-    """Returns what a person is told: who is stuck, where, and what the others wait in; `positions` are their lines."""
+    """Returns the report: which ranks are stuck, where, and what the others wait in; `positions` are their lines."""
     lines = [f"no progress for {hang.since_progress:.0f} s: {_headline(hang, ranks)}"]
     silent = [ranks[rank] for rank in hang.culprits if hang.kind == "call" and not ranks[rank].serving]
     answers = [each.rank for each in silent if each.callee < 0]

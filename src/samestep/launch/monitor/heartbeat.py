@@ -1,11 +1,6 @@
-"""How a rank is, seen from outside: whether its record progresses, whether it computes, what the kernel says of it.
+"""How a rank is, seen from outside: progress from its record; activity and state from /proc.
 
-    its progress record      steps, phases, collectives entered and left       progress
-    /proc/PID/stat, io       processor time, bytes read and written            activity; its DataLoader's workers count
-    /proc/PID/stat           R runs, S sleeps, D waits for a disk, T frozen    state
-
-The controller gets, once a second, the heartbeat of ranks that make no progress, and the timing of those that step,
-after every step or every 50 ms. No thread of a rank is asked: it may hold the interpreter's lock, or be frozen.
+No thread of a rank is asked: it may hold the interpreter's lock, or be frozen.
 """
 
 from __future__ import annotations

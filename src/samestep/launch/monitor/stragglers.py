@@ -1,14 +1,7 @@
-"""Which rank makes the others wait, and with what: found from where each rank's time goes.
+"""Which rank makes the others wait, and with what: its own work, or its data.
 
-    a step of a rank    own work ── waiting for data ── waiting for others        evaluations, saves, loads: left out
-                        of a straggler longer than of the others                  of the others: the difference
-
-Compared are the last 20 samples of every rank, of a step each, or of as many as end within 50 ms, with the median of
-the other ranks. Who stands out by 40 % and by 15 % of a step is named as soon as each of its last 12 samples does, or
-18 of the last 20, or when their median has done so for 20 steps and 5 seconds; then once, and again after five minutes,
-or when it keeps up. That ranks wait is no reason: who waits is not who is slow. A rank whose work takes longer because
-there is more of it (samples, tokens, numbers in a batch) is told to have larger batches: the user's own sampler deals
-them out.
+The last 20 samples of each rank, of a step or of 50 ms of steps, are compared with the median of the other ranks. Ranks
+that wait are not slow. Evaluations, saves and loads are left out.
 """
 
 from __future__ import annotations
@@ -30,9 +23,9 @@ FACTOR = 1.4  # times the others' time
 SHARE = 0.15  # of a step
 NAMED = 1.1  # times the others' time, for a display
 MORE = 1.15  # times the others' work: so much longer may it take
-NETWORK = (-1, "messages")  # who is suspected where no rank is
+NETWORK = (-1, "messages")  # the suspect where no rank is one
 CRAWLS = 0.7  # of a step in messages: the network is slow for them
-CRAWL_S = 0.05  # seconds of such a step at least: short ones wait for latencies that nobody can help
+CRAWL_S = 0.05  # seconds of such a step at least: short ones wait for latencies
 AGAIN = 300.0  # seconds until a rank is named again
 
 
@@ -105,7 +98,6 @@ class Stragglers:
         return f"waiting {max(0.0, waiting):.0%}{named}"
 
     def _spent_by(self, ranks: Sequence[int]) -> dict[int, _Spent]:
-        """What is known of these ranks; those of which too little is are left out."""
         for rank in ranks:
             if rank not in self._spent and (found := _spent_between(self._timings.get(rank, ()))) is not None:
                 self._spent[rank] = found

@@ -1,10 +1,6 @@
-"""Waits for a run to hang, or for a rank to fall behind, and then says once what it has found.
+"""Watches a run for hangs and slow ranks, and reports each once.
 
-    no progress for long enough ── diagnosis ──▶ ask for stacks ── 0.5 s ──▶ collect them ── 2 s ──▶ say it
-      a rank progresses again ──▶ say so                                                     and stop, or wait
-
-The signal that asks may wake a rank out of a system call: it is looked at once more before anything is said. It runs in
-the controller, beside the supervisor and outside of every rank: what holds a rank's interpreter does not hold it.
+It runs in the controller, outside of every rank: what holds a rank's interpreter does not hold it.
 """
 
 from __future__ import annotations
@@ -38,9 +34,10 @@ Note = Callable[[str, int, str, Sequence[int]], None]
 class Watchdog:
     """Watches one attempt of a run.
 
-    `running` returns the ranks that have not ended, none while they are being ended; `note` writes an event down: its
-    kind, the step, the text and the ranks; `least` are seconds without progress that are no hang; `on_hang` "auto" ends
-    what cannot go on by itself; on a single one of `machines` no network is blamed.
+    `running` returns the ranks that have not ended, none while they are being ended; `positions` are the lines that
+    they were at when asked last; `note` writes an event down: its kind, the step, the text and the ranks; `least` are
+    seconds without progress that are no hang; `on_hang` "auto" ends what cannot go on by itself; on a single one of
+    `machines` no network is blamed.
     """
 
     loop: Loop
@@ -48,6 +45,7 @@ class Watchdog:
     command: Callable[[str, Sequence[int]], None]
     say: Callable[[str], None]
     stop: Callable[[FailureRecord], None]
+    positions: dict[int, str]
     note: Note = lambda *_: None
     show_pace: Callable[[str], None] = lambda _: None
     least: float = HANG_AFTER_S
@@ -58,7 +56,6 @@ class Watchdog:
     def __post_init__(self) -> None:
         self._pace = ""
         self._heartbeats: dict[int, RankHeartbeat] = {}
-        self._positions: dict[int, str] = {}
         self._collectives: dict[int, list[CollectiveRecord]] = {}
         self._hosts: dict[int, str] = {}
         self._steps: dict[int, int] = {}  # that each rank has finished
@@ -86,9 +83,6 @@ class Watchdog:
         else:
             self._stragglers.add(StepTiming(**body))
 
-    def set_position(self, rank: int, line: str) -> None:
-        self._positions[rank] = line
-
     def _compare(self) -> None:
         if self._closed:
             return
@@ -113,7 +107,7 @@ class Watchdog:
         hang = self._diagnose(known)
         if hang is not None and self._since is None:
             self._since = time.monotonic() - hang.since_progress
-            self._positions.clear()
+            self.positions.clear()
             self._collectives.clear()
             self.command("flight", list(known))
             self.command("dump_stacks", [rank for rank, each in known.items() if each.state not in FROZEN])
@@ -136,7 +130,7 @@ class Watchdog:
         return [each for rank in ranks for each in self._collectives.get(rank, ())]
 
     def _ask_recorders(self, known: Mapping[int, RankHeartbeat]) -> None:
-        """Asks the flight recorders where the heartbeats alone cannot tell who waits."""
+        """Asks the flight recorders where the heartbeats cannot tell which ranks wait."""
         if self._since is not None:
             return
         if not is_doubtful(list(known.values()), self.least):
@@ -163,7 +157,7 @@ class Watchdog:
             self._forget_hang()  # it has progressed in the meantime
             return
         self._reported = True
-        lines = describe_hang(hang, known, self._positions)
+        lines = describe_hang(hang, known, self.positions)
         lines += [f"    {line}" for line in recorder_lines(self._recorded(known))]
         stops = hang.certain if self.on_hang == "auto" else self.on_hang == "stop" and not hang.early
         lines.append(f"    all Python stacks: {self.logs}/rank*.stacks")
@@ -182,7 +176,7 @@ class Watchdog:
             self.stop(self._failure(hang, known[hang.culprits[0]], lines[0]))
 
     def _failure(self, hang: Hang, culprit: RankHeartbeat, message: str) -> FailureRecord:
-        position = self._positions.get(culprit.rank, culprit.site or None)
+        position = self.positions.get(culprit.rank, culprit.site or None)
         where, _, source = (None, "", None) if position is None else position.partition("  ")
         return FailureRecord(
             rank=culprit.rank,

@@ -1,13 +1,7 @@
-"""Watches the ranks of one host that something else than `samestep run` has started; `samestep.world` brings it along.
+"""Watches the ranks of one host that torchrun, srun, mpiexec or a shell has started; `samestep.world` starts it.
 
-torchrun, srun, mpiexec or a shell starts the ranks, and takes them down in its own way. They connect to this process,
-each with its pipe, its stacks and its record; so the rules and last words are those of `samestep run`: who failed
-first, at which line, where the others were; and nobody waits for the dead.
-
-It is not the ranks' parent, so of one that ends without a word it knows the exit code only if it looks before the
-parent has. It never stops ranks unless one has failed, and ends when the last of them has. A rank that merely lost a
-peer stays until the last words are said: a launcher that sees its ranks end takes down whatever still speaks, and
-torchrun blames the first that it sees.
+It reports as `samestep run` does, stops ranks only after one has failed, and ends with the last of them. It is not
+their parent: it knows an exit code only if it looks before the parent has.
 """
 
 from __future__ import annotations
@@ -38,7 +32,7 @@ from samestep.text import rank_list
 LONGEST = 64  # bytes in which a rank says its number
 CONNECT_S = 30.0  # for all ranks of the host to connect
 SILENT = "it ended without a word: by a signal, or by os._exit"
-EXTERNAL_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}  # somebody has ended the run: nothing to explain
+EXTERNAL_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}  # the run was ended from outside: nothing to explain
 
 
 class ForeignRank(RankProcess):
@@ -47,7 +41,7 @@ class ForeignRank(RankProcess):
         self.handle = handle  # a pidfd
         self.leaving = False  # it has said that its interpreter ends in good order
         self.reported = False  # it has said why it fails, and ends by itself
-        self.code: int | None = None  # of one that ended without a word, where it is known
+        self.code: int | None = None  # of one that ended without a message, where it is known
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -145,7 +139,6 @@ def accept_ranks(listener: socket.socket, count: int) -> list[ForeignRank]:
 
 
 def _accept_rank(stream: socket.socket) -> ForeignRank | None:
-    """Takes a rank's descriptors; None for somebody else's process, or one that is gone already."""
     process, user, _ = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if user != os.getuid():
         stream.close()
@@ -161,7 +154,7 @@ def _accept_rank(stream: socket.socket) -> ForeignRank | None:
 
 
 def last_lines(result: RunResult, size: int, host: str) -> list[str]:
-    """Returns what is said at the end, of `size` ranks in all: nothing where nobody failed, or somebody ended it."""
+    """Returns the last lines, of `size` ranks in all: none where no rank failed, or the run was ended from outside."""
     cause = result.root_cause
     if cause is None or cause.signal in EXTERNAL_SIGNALS or cause.exception == "KeyboardInterrupt":
         return []

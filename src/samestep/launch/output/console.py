@@ -1,14 +1,7 @@
-"""The ranks' output on one terminal, and each rank's own in a file.
+"""The ranks' output on one terminal, and each rank's own bytes in a file.
 
-    N = 1                      bytes as they come
-    N > 1                      whole lines, `[rank 1] …`, each rank's lines in order; what several ranks print is
-                               shown once (samestep.launch.output.lines): on standard error and on terminals, which
-                               people read; programs read standard output, rank by rank
-    rank 0 on a terminal       bytes as they come: its progress display draws with carriage returns and escapes
-    lines on a terminal        without what would move its cursor, clear it or rename it
-
-Standard output and standard error stay separate everywhere. The files keep every byte without a prefix. torchrun shows
-all ranks' bytes mixed, even within a line, unless it is told to write files instead.
+One rank, and rank 0 on a terminal, show bytes as they come. Else whole lines are shown, `[rank 1] …`; on standard error
+and terminals, which people read, lines that several ranks print are merged.
 """
 
 from __future__ import annotations
@@ -35,13 +28,13 @@ RETRY_S = 0.005  # until a slow reader is tried again
 
 
 def say(text: str, *, plain: bool = False) -> None:
-    """Writes a line of the launcher's own on standard error, as long as somebody reads it."""
-    if os.isatty(2):  # an exception's message is somebody else's text
+    """Writes a line of the launcher's own on standard error, as long as it has a reader."""
+    if os.isatty(2):  # an exception's message may hold escape sequences
         text = "\n".join(strip_control(line.encode(errors="replace")).decode() for line in text.split("\n"))
     try:
         sys.stderr.write(text + "\n" if plain else f"samestep: {text}\n")
         sys.stderr.flush()
-    except OSError:  # whoever has read it is gone: the run and its exit code are not
+    except OSError:  # the reader is gone; the run goes on and keeps its exit code
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # else python fails once more at its end, with code 120
 
 
@@ -60,7 +53,7 @@ class Cursor:
 
 @dataclass
 class NonBlockingWriter:
-    """One of the launcher's own two streams. What its reader does not take now is held, and nobody waits for it.
+    """One of the launcher's own two streams. What its reader does not take now is held; the launcher does not wait.
 
     What cannot be shown any more is dropped: the files have it all.
     """

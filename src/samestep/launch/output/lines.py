@@ -1,13 +1,8 @@
 """Lines of output: assembled from bytes, merged where several ranks print the same, freed of escape sequences.
 
-    rank 0   a  b  c                 [ranks 0-2] a
-    rank 1   a     c        ->       [rank 0] b
-    rank 2   a     c  d              [3 ranks] c … shown as soon as the last rank has printed it
-                                     [rank 2] d
-
-A line waits a moment for the same line of other ranks. It joins the first of those that wait, if what its rank has
-printed before is in front of it; so every rank's lines stay in its own order, none is lost, and what a rank prints
-twice is shown twice. Tracebacks merge line by line. torchrun shows a warning of 64 ranks 64 times.
+rank 0   a  b  c                 [ranks 0-2] a
+rank 1   a     c        ->       [rank 0] b
+rank 2   a     c  d              [3 ranks] c, [rank 2] d
 """
 
 from __future__ import annotations
@@ -90,6 +85,9 @@ class _Entry:
 class LineMerger:
     """Merges the lines of one stream; a line waits `window` seconds for other ranks, and 0 merges nothing.
 
+    A line joins the first equal one that waits, if what its rank has printed before is in front of that. So every
+    rank's lines stay in order, none is lost, and what a rank prints twice is shown twice.
+
     Example:
         >>> merger = LineMerger(2)
         >>> merger.feed(0, b"hello", now=0.0)
@@ -105,7 +103,7 @@ class LineMerger:
         self._same: defaultdict[bytes, list[_Entry]] = defaultdict(list)
         self._last: dict[int, int] = {}  # the number of the line that each rank has printed last
         self._numbers = 0
-        self._plain: list[bytes] = []  # lines that wait for nobody
+        self._plain: list[bytes] = []  # lines that are shown at once
 
     def feed(self, rank: int, text: bytes, now: float) -> None:
         if not self._window:

@@ -1,18 +1,7 @@
-"""The one piece that runs in every rank before the script, however it was started.
+"""What runs in every rank around the script: `bootstrap PARENT_PID TASK_AS_JSON (module | script.py) args…`.
 
-    python -P -m samestep.launch.rank.bootstrap PARENT_PID TASK_AS_JSON (module | script.py) args…
-
-A forked rank (samestep.launch.start.fork) enters by :func:`run_rank`, without the command line. Either way it asks to
-die with its parent, carries out commands, keeps a record of an uncaught exception, and leaves the process in a way
-that gloo survives: its run-loop thread needs the interpreter's lock to release its last tensors, so a process whose
-training went well can still abort or hang while the interpreter finalises. Here the script's threads are joined, its
-atexit handlers run, its output is flushed and the files that it left open are written out as python would; then
-`os._exit` skips the finalisation. What is lost is `__del__` of other objects that the script still holds.
-
-A child that the script makes with `os.fork` comes back through here too, and ends for itself alone.
-
-Signal 40 makes a rank write the Python stacks of all its threads, even while native code holds the interpreter's
-lock. SIGUSR1 and SIGUSR2, which torch and submitit use for it, stay the scheduler's and the script's.
+A forked rank (samestep.launch.start.fork) enters by :func:`run_rank`. A child that the script makes with `os.fork`
+returns through here too, and ends for itself alone.
 """
 
 from __future__ import annotations
@@ -49,10 +38,10 @@ _OF_PYTHON = (io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.Buffer
 
 @dataclass(frozen=True, kw_only=True)
 class RankTask:
-    """What a rank is told beside its variables; the numbers are descriptors that it inherits.
+    """What a rank needs beyond its variables; the numbers are descriptors that it inherits.
 
-    `control` leads to whoever watches it; `stacks` is the file for fatal stacks (standard error without one); on
-    `store` it serves the store; `progress` is its progress record; `calls` brings functions, in place of the program.
+    `control` leads to the process that watches it; `stacks` is the file for fatal stacks (standard error without one);
+    on `store` it serves the store; `progress` is its progress record; `calls` brings functions instead of a program.
     """
 
     program: tuple[str, ...] = ()
@@ -93,7 +82,7 @@ def run_rank(task: RankTask) -> NoReturn:
     if task.store is not None:
         os.set_inheritable(task.store, False)
         serve_store(socket.socket(fileno=task.store), size)
-    if not variable("PYTHONUNBUFFERED"):  # a pipe's lines shall come when they are whole
+    if not variable("PYTHONUNBUFFERED"):  # else lines would stay in the buffer of a pipe
         cast("io.TextIOWrapper", sys.stdout).reconfigure(line_buffering=True)
     if task.calls is None:
         use_store()
@@ -145,7 +134,11 @@ def _report(error: BaseException, rank: int, control: Control | None) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process as python would, short of finalising the interpreter (see the top of this file)."""
+    """Ends the process as python would, short of finalising the interpreter.
+
+    gloo's threads need the interpreter's lock to release their last tensors: a process whose training went well could
+    abort or hang meanwhile. What is lost is `__del__` of objects that the script still holds.
+    """
     set_exit_code(code, for_certain=True)
     for last in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # noqa: SLF001
         try:

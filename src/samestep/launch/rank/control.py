@@ -1,20 +1,7 @@
-"""The pipe between a rank and whoever watches it: both its ends, and what the watcher knows of the rank.
+"""The pipe between a rank and the process that watches it: both ends, and what the watcher knows of the rank.
 
-    from a rank   failed              why this rank is about to end: its error record
-                  position            the line that its main thread was at when it was told to leave
-                  preempted           it has saved, at this step and path
-                  preempt_unsupported nobody here can save: send the signal instead
-                  leaving             the interpreter ends in good order (to a watcher, which cannot wait for it)
-                  flight              what its flight recorder knows (samestep.launch.monitor.flight_recorder)
-    to a rank     stop                a peer has failed: leave now
-                  flight              say what the flight recorder knows
-                  pace                how fast the ranks are, for a progress display
-                  preempt             save at the next step that all agree on, and leave with exit code 75
-    end of file                       the launcher is gone: leave now, unless it was a mere watcher
-
-Messages are framed as in samestep.launch.link. A thread of its own reads the commands: the main thread may be in a
-collective for as long as it likes, and a signal would end the workers of a DataLoader, or run the script's handler,
-which may well begin to save with peers that are dead.
+A thread reads the commands: the main thread may be in a collective for long, and a signal would end the workers of a
+DataLoader, or run a handler of the script's that saves with peers that are dead.
 """
 
 from __future__ import annotations
@@ -44,7 +31,7 @@ _pace = [""]
 
 
 def when_preempted(preempt: Preempt | None) -> None:
-    """Names who saves and leaves when this rank is to be preempted; None: nobody any more.
+    """Registers the function that saves and leaves when this rank is to be preempted; None removes it.
 
     It is called on a thread other than the main one, and must return at once.
     """
@@ -52,7 +39,7 @@ def when_preempted(preempt: Preempt | None) -> None:
 
 
 def preempt(number: int) -> bool:
-    """Passes the command on; returns False where nobody in this process can carry it out."""
+    """Passes the command on; returns False where no function is registered."""
     for one in _preempt:
         one(number)
     return bool(_preempt)
@@ -167,7 +154,7 @@ class RankProcess:
         return (record.site, text_of(record.site)) if place[0] is None and record.in_collective else place
 
     def end_message(self, code: int, death: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the supervisor is told when it has ended; `death` is a FailureRecord, `code` as usual."""
+        """Returns the message to the supervisor at its end; `death` is a FailureRecord, `code` the exit code."""
         record = self.progress()
         ended = {"rank": self.rank, "pid": self.pid, "code": code, "death": death}
         return {**ended, "step": record.step, "collectives": record.entered}

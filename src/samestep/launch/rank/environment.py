@@ -1,14 +1,4 @@
-"""What every rank sees in its environment: torchrun's variables, so that a script written for it runs unchanged.
-
-    RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE      this process's place, in all and on its host
-    GROUP_RANK GROUP_WORLD_SIZE ROLE_*               this host's place among the hosts
-    MASTER_ADDR MASTER_PORT                          where the store answers
-    TORCHELASTIC_*                                   run id, restarts so far, and that the launcher keeps the store
-    OMP_NUM_THREADS                                  the cores this process may use, divided by its ranks
-    GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME            the way to the other hosts; lo where there are none
-
-torchrun sets OMP_NUM_THREADS to 1 whatever the machine has; a user's own setting wins here as there.
-"""
+"""What every rank sees in its environment: torchrun's variables, so that a script written for it runs unchanged."""
 
 from __future__ import annotations
 

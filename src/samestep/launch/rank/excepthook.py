@@ -1,13 +1,7 @@
 """What a rank prints of the exception that ends it: as much as helps, and on all ranks alike where that can be.
 
-Python prints every frame. Under `samestep run` the last lines on standard error name the cause, its rank and the
-user's own line, so a rank prints
-
-    an exception of the script's               its traceback, as python would
-    one that all ranks may raise (usage)       nothing: the launcher says it once
-    a peer that is gone                        one line: the culprit's traceback shall not be buried
-    samestep's own, with its cause in words    one line, the same on all ranks: the frames below the user's line are
-                                               samestep's and torch's, and are in the rank's log
+The launcher's last lines name the cause, its rank and the user's own line, so only the script's own exception needs a
+traceback here; that of a lost peer or of samestep's own error would bury the culprit's, and goes to the log.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ from samestep.launch.rank.user_code import below_the_launcher, format_traceback,
 
 
 def print_exception(error: BaseException, failure: FailureRecord, *, launched: bool) -> None:
-    """Prints what is to be seen of an exception that nobody caught; `launched`: by somebody who sums it up."""
+    """Prints what is to be seen of an uncaught exception; `launched`: a launcher sums it up."""
     if isinstance(error, SystemExit):
         if error.code is not None and not isinstance(error.code, int):
             write_stderr(f"{text_in(error)}\n")

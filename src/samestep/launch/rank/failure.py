@@ -45,7 +45,7 @@ LOST_PEER = re.compile(
     + RPC_TIMEOUT,
     re.IGNORECASE,
 )
-# How they begin where nothing else tells whose they are: gloo's place in its source, NCCL's name, the store's words.
+# Their beginnings, where nothing else tells their origin: gloo's place in its source, NCCL's name, the store's words.
 NATIVE = re.compile(
     r"^\[\S+:\d+\] |\bnccl|^wait timeout after|TCPStore|ProcessGroup|originated at tensorpipe/|^RPCErr:", re.IGNORECASE
 )
@@ -102,7 +102,7 @@ def code_line(where: str, source: str | None) -> str:
 
 
 def describe(error: BaseException, rank: int) -> FailureRecord:
-    """Returns the record of an exception that nobody caught: of the spawned rank that is behind it, if one is."""
+    """Returns the record of an uncaught exception, of the spawned rank that has caused it where one has."""
     where, source = tried(lambda: _place_of(error), UNKNOWN)
     message = error.msg if isinstance(error, SyntaxError) and isinstance(error.msg, str) else text_in(error)
     failure = FailureRecord(
@@ -213,14 +213,18 @@ def one_line(message: str) -> str:
 def _raised_in_call(message: str, called: re.Match[str], failure: FailureRecord) -> FailureRecord:
     """It is raised again by the caller, with the text of the traceback that the other rank had."""
     text = message[called.end() :]
-    frames = [traceback.FrameSummary(file, int(line), name) for file, line, name in _SPAWNED_FRAME.findall(text)]
-    where, source = own_line(traceback.StackSummary.from_list(frames))
+    where, source = _place_in_traceback(text)
     raised = _RAISED.search(text)
     if where is None or raised is None:
         return failure
     caller = "" if failure.where is None else f", called at {failure.where}"
     said = f"{raised[2] or ''} (on {called[2]}, rank {called[1]}{caller})".lstrip()
     return replace(failure, exception=raised[1], message=said, where=where, source=source)
+
+
+def _place_in_traceback(text: str) -> tuple[str | None, str | None]:
+    frames = [traceback.FrameSummary(file, int(line), name) for file, line, name in _SPAWNED_FRAME.findall(text)]
+    return own_line(traceback.StackSummary.from_list(frames))
 
 
 # --- ranks that the script spawned ----------------------------------------------------------------
@@ -232,8 +236,7 @@ def _raised_in_call(message: str, called: re.Match[str], failure: FailureRecord)
 def _raised_in_spawned(error: BaseException, failure: FailureRecord) -> FailureRecord:
     """It holds the text of a traceback, which is below torch's own frames and above the script's."""
     text = text_in(error).rstrip()
-    frames = [traceback.FrameSummary(file, int(line), name) for file, line, name in _SPAWNED_FRAME.findall(text)]
-    where, source = own_line(traceback.StackSummary.from_list(frames))
+    where, source = _place_in_traceback(text)
     name, _, message = text.rpartition("\n")[2].partition(": ")
     message = f"{cut(message, failure.rank)} ({_spawned_rank(error)[0]})"
     return replace(failure, exception=name, message=message, where=where, source=source)
@@ -279,7 +282,7 @@ def death(
     *,
     of_memory: bool = False,
 ) -> FailureRecord:
-    """Returns the failure of a rank that ended without a word; `code` is negative for a signal.
+    """Returns the failure of a rank that ended without an exception; `code` is negative for a signal.
 
     `place` is the user's line that it was at and its text, where they are known; `of_memory`: the kernel has killed a
     process meanwhile, because memory ran out.

@@ -1,7 +1,6 @@
 """Calls something as soon as a module has been imported, and not before.
 
-Rank 0 serves the store, and what watches a rank changes torch.distributed, before the script uses it; neither may
-import torch for that: a script may set what torch reads at its import, and one that never imports it shall not wait.
+torch must not be imported for such a call: a script may set what torch reads at its import, or never import it.
 """
 
 from __future__ import annotations

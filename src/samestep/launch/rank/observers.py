@@ -1,11 +1,7 @@
-"""Observers watch a rank from inside, beside the launcher's own record; the command that wants them names them.
+"""Observers watch a rank from inside; SAMESTEP_OBSERVERS names them, "package.module:Name,…".
 
-    SAMESTEP_OBSERVERS   "package.module:Name,…"; each Name() is an Observer
-    SAMESTEP_LOGS        the folder of this host's files in this attempt
-
-They begin in a rank of the launcher before the script, and in a rank that the script itself has spawned as soon as it
-has initialised its process group, for not before that is it known to be one. They end with the script, or with the
-spawned function. A command that records, checks or draws a run adds an observer, never a second way into the ranks.
+They begin before the script, and in a rank that the script itself has spawned when it initialises its process group:
+before that it is not known to be one.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ from samestep.rankenv import variable
 class RankContext:
     """Where an observer finds itself.
 
-    `folder` is for its files and may not exist yet, None where nobody keeps any; `spawned` says that the script
+    `folder` is for its files and may not exist yet, None where none are kept; `spawned` says that the script
     itself has started this rank.
     """
 
@@ -122,7 +118,7 @@ def _pass_on(starter: int, module: ModuleType) -> None:
 
 
 class _Starter:
-    """Pickled among what a child is told; unpickled there, it is a call of :func:`_begin_spawned`."""
+    """Part of the data pickled for a child; unpickled there, it is a call of :func:`_begin_spawned`."""
 
     def __init__(self, starter: int) -> None:
         self._starter = starter
@@ -165,6 +161,6 @@ def _joined() -> None:
     unsubscribe(Observer)  # those of the process that has forked this one
     _load(RankContext(rank=rank, size=size, folder=own, spawned=True))
     if _watching:
-        from multiprocessing.util import Finalize  # whose processes leave by no other door
+        from multiprocessing.util import Finalize  # multiprocessing ends its processes by os._exit
 
         Finalize(None, end, args=(None,), exitpriority=0)

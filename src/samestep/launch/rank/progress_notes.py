@@ -1,21 +1,6 @@
 """Writes into a rank's progress record what its script does: steps, collectives, loading, evaluations, backward passes.
 
-Nothing has to be changed in the script: torch's own functions report, from the moment they are imported. Ranks that the
-script starts itself, with multiprocessing or torch.multiprocessing, are recognised when they initialise their process
-group; until then nothing is written of them.
-
-    dist.all_reduce(x)             entered 4, left 3, "all_reduce", "train.py:12"
-    rpc.rpc_sync("worker1", f)     call "f", callee 1, "train.py:12"; there: serving "f"
-    a DataLoader's next batch      phase "data", as within samestep.shards; and how many numbers are in it
-    model.eval()                   phase "evaluate", until model.train(), or the next backward pass or step
-    a backward pass                phase "backward"; from the last gradient of a DistributedDataParallel on, it waits
-                                   for other ranks
-
-A DistributedDataParallel that goes after `destroy_process_group()` is the last owner of its group, which then ends
-gloo's threads with Python's lock in its hands, while one of them waits for that lock to release a tensor: a rank that
-has done all its work never ends (torch 2.13; a loop that makes, uses and destroys groups hangs in its third round,
-under torchrun too). So groups outlive their models here: they go when the next group or model is made, from Python,
-which lets go of that lock, or never. Each has a thread of gloo, which wakes 100 times a second, and some 15 open files.
+The script is not changed: torch's own functions report, from the moment they are imported.
 """
 
 from __future__ import annotations
@@ -130,7 +115,13 @@ def elements(batch: Any) -> int:
 
 
 def _keep_group(model: Any) -> None:
-    """Holds a model's process group, also when the interpreter ends and lets go of everything else."""
+    """Holds a model's process group, also when the interpreter ends and lets go of everything else.
+
+    A DistributedDataParallel that goes after `destroy_process_group()` is the last owner of its group, which then ends
+    gloo's threads with Python's lock in its hands, while one of them waits for that lock to release a tensor (torch
+    2.13). So groups outlive their models: they go from Python, which lets go of that lock, or never. Each has a thread
+    of gloo and some 15 open files.
+    """
     group = model.process_group
     if id(group) not in _kept:
         _kept[id(group)] = group, []
@@ -189,7 +180,7 @@ class LastGradients:
         return False
 
     def _filled(self) -> dict[int, tuple[int, int]]:
-        """Returns which gradient is the last of each bucket; none where the model tells of its buckets by itself."""
+        """Returns which gradient is the last of each bucket; none where the model reports its buckets by itself."""
         wrapped = self._wrapped()
         known = {} if wrapped is None or wrapped._comm_hooks else wrapped._get_ddp_logging_data()  # noqa: SLF001
         members, sizes = known.get("rebuilt_per_bucket_param_indices", ""), known.get("rebuilt_bucket_sizes", "")

@@ -1,7 +1,6 @@
 """A file or a module run as `__main__`, with the argv, path and names that python itself would give it.
 
-`runpy.run_path` and `run_module` would do, but take `__main__` away as soon as the code has ended; atexit handlers,
-threads and processes that are started late still look things up there.
+`runpy` takes `__main__` away as soon as the code has ended; atexit handlers and threads still look things up there.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ def run_script(path: str, arguments: list[str]) -> None:
 
 
 def _new_main() -> dict[str, Any]:
-    """Makes an empty `__main__`, which stays; returns its names."""
     sys.modules["__main__"] = ModuleType("__main__")
     names = vars(sys.modules["__main__"])
     names.update(__builtins__=builtins)

@@ -1,13 +1,7 @@
 """A rendezvous address that is bound and kept, and the store that rank 0 serves on it.
 
-torchrun takes port 29500, or asks the kernel for a free port, closes it and hopes that it is still free when rank 0
-binds it again. Here the parent binds port 0 on the loopback address and keeps the socket; rank 0 inherits it and
-serves torch's TCPStore on it (`master_listen_fd`), so nobody can take the port between. Every rank then is a client,
-rank 0 too; until the server runs, clients wait in the socket's backlog.
-
-torchrun tells its ranks so by TORCHELASTIC_USE_AGENT_STORE=True, which their children inherit and which holds for any
-address: a script that sets a MASTER_PORT of its own, as many tutorials do, or spawns ranks of its own, waits for ever
-for a server. Here it holds in the rank, and in what that starts, as long as MASTER_PORT is the launcher's.
+The parent binds a free port and keeps the socket; rank 0 inherits it and serves torch's TCPStore on it, so nobody can
+take the port between. Every rank is a client, rank 0 too; until the server runs, clients wait in the backlog.
 """
 
 from __future__ import annotations
@@ -33,10 +27,10 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _ENV_POSITION = 10  # of `env` among the arguments of subprocess.Popen
 _MAY_JOIN = re.compile(r"python|\.py\b|\.sh\b|torchrun|accelerate|deepspeed")  # commands that may start ranks
 
-_ports: list[str] = []  # where somebody serves it, as the launcher told this process
+_ports: list[str] = []  # where it is served, as the launcher told this process
 _patched: list[bool] = []  # subprocess.Popen is
 _stores: list[Any] = []  # what serves must outlive the script: clients fail when it is collected
-_pending: list[tuple[socket.socket, int, Callable[[], None]]] = []  # listener and size of what nobody serves yet
+_pending: list[tuple[socket.socket, int, Callable[[], None]]] = []  # listener and size of what is not served yet
 
 
 def check_loopback() -> None:
@@ -96,7 +90,11 @@ def _open_store(listener: socket.socket, size: int) -> Any:
 
 
 def use_store() -> None:
-    """Makes this process a client of the launcher's store, for as long as MASTER_PORT says so."""
+    """Makes this process a client of the launcher's store, for as long as MASTER_PORT says so.
+
+    torchrun says it by TORCHELASTIC_USE_AGENT_STORE, which children inherit and which holds for any address: a script
+    that sets a MASTER_PORT of its own, or spawns ranks of its own, would wait for ever for a server.
+    """
     if variable(AGENT_STORE) != "True":
         return
     port = variable("MASTER_PORT")
@@ -129,7 +127,7 @@ def use_stores_at(ports: list[str]) -> None:
 
 
 def is_served(port: str | None = None) -> bool:
-    """Tells whether the launcher has somebody serve the store at a port, by default at MASTER_PORT."""
+    """Tells whether the launcher's store is served at a port, by default at MASTER_PORT."""
     return variable(AGENT_STORE) == "True" or (variable("MASTER_PORT") if port is None else port) in _ports
 
 

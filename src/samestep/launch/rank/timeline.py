@@ -1,12 +1,7 @@
 """Writes down a rank's every step, in pieces: where its time goes, in the words of :mod:`samestep.events`.
 
-    progress tells      data │ train │ backward ······ ready ··· │ train │ optimizer │ count_step
-    a step's spans      data │ forward │ backward      │ wait    │ other │ optimizer │
-    buckets                      ready ─ begun ── done            (beside the backward)
-
-What lies between data and a backward pass is "forward", what the script does besides is "other"; a collective of the
-script's own is "collective", unless it belongs to an evaluation, a save or a load. A script on a GPU queues its work:
-these are the times that the host spends on it.
+What lies between data and a backward pass is "forward", all else of the script's own is "other". On a GPU these are
+the times that the host spends.
 """
 
 from __future__ import annotations
@@ -30,8 +25,8 @@ from samestep.progress import ProgressListener
 from samestep.rankenv import variable
 
 MOST_SPANS = 64  # of a step that are written down one by one
-MOST_KEPT = 1000  # pieces of a step that are told apart
-LONG = 2_000_000_000  # nanoseconds of a piece that is told before it is over
+MOST_KEPT = 1000  # pieces of a step that are kept
+LONG = 2_000_000_000  # nanoseconds after which a piece is reported before it is over
 _WHOLE = {*events.NON_TRAINING, "data"}  # phases that collectives in them are part of
 _FIELDS = dict[str, Any]
 
@@ -60,7 +55,7 @@ class Step:
 
 
 class Timeline(Observer, ProgressListener):
-    """Takes note of the steps of one rank, and writes events."""
+    """Records the steps of one rank, and writes events."""
 
     def __init__(self) -> None:
         self._file: events.EventFile | None = None
@@ -113,7 +108,7 @@ class Timeline(Observer, ProgressListener):
             self._phase = name
 
     def enter_collective(self, operation: str, site: str, *, direct: bool = True) -> None:
-        """Closes what it was at, unless the collective is part of that; of one within a call no line is told."""
+        """Closes the piece before, unless the collective is part of it; of one within a call no line is kept."""
         if threading.get_ident() == self._thread and self._phase not in _WHOLE:
             self._close(time.monotonic_ns())
             self._call, self._direct = (operation, site), direct
@@ -193,7 +188,7 @@ class Timeline(Observer, ProgressListener):
         self._file.put("at", self._finished, fields, since / 1e9)
 
     def _write_line(self, finished: int, now: int) -> None:
-        """Hands over a line for the steps since the last; whoever writes it finds the words."""
+        """Hands over a line for the steps since the last; the writing thread makes its text."""
         if self._file is None:
             return
         if not self._machine_written and finished:
@@ -210,7 +205,7 @@ class Timeline(Observer, ProgressListener):
 
 
 def step_fields(steps: Sequence[Step], finished: int, length: int) -> _FIELDS:
-    """Returns a "step" event's fields, for steps of which the last is told in pieces and `finished` are over.
+    """Returns a "step" event's fields, for steps of which the last is written in pieces and `finished` are over.
 
     `length` is of all, in nanoseconds.
     """

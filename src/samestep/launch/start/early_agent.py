@@ -1,9 +1,7 @@
 """Forks an agent that imports torch while the command line is still being read.
 
-Importing torch takes 0.6 s, and 0.05 s of the launcher's own modules would come before it. Where the arguments say at
-first sight that several ranks start here, the agent is forked before those are imported. A guess that proves wrong
-costs the other core some time: the agent is discarded, and another is forked. Nothing is imported here that torch does
-not import too.
+That saves the time of importing the launcher's own modules. A wrong guess costs the other core some time: that agent is
+discarded, and another is forked. Nothing is imported here that torch does not import too.
 """
 
 from __future__ import annotations
@@ -48,31 +46,38 @@ def requested_ranks(arguments: list[str]) -> int:
 def begin(arguments: list[str]) -> None:
     """Forks the agent of `samestep run ARGUMENTS` if it will be one that forks ranks; else does nothing."""
     ranks = requested_ranks(arguments)
-    if not ranks or "torch" in sys.modules or any(map(variable, TASK_VARIABLES)):
-        return
+    if ranks and "torch" not in sys.modules and not any(map(variable, TASK_VARIABLES)):
+        _waiting.append((ranks, *fork_agent(ranks)))
+
+
+def fork_agent(ranks: int = 0) -> tuple[int, socket.socket]:
+    """Forks an agent, which imports torch at once where it is for `ranks` ranks.
+
+    Returns its process number and this end of its connection. This process must be single-threaded.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
     ours, theirs = socket.socketpair()
     parent = os.getpid()
     process = os.fork()
     if process:
         theirs.close()
-        _waiting.append((ranks, process, ours))
-        return
+        return process, ours
     try:
         ours.close()
-        from samestep.launch.agent import serve_preloaded
+        from samestep.launch.agent import serve_parent
 
-        serve_preloaded(theirs, parent, ranks)
+        serve_parent(theirs, parent, ranks)
     finally:
         os._exit(70)  # EX_SOFTWARE: only reached where the lines above failed
 
 
 def claim(ranks: int) -> tuple[int, socket.socket] | None:
     """Returns the process number of the agent that waits for so many ranks, and our end of its connection."""
-    for place, (number, process, end) in enumerate(_waiting):
-        if number == ranks:
-            del _waiting[place]
-            return process, end
-    return None
+    if not _waiting or _waiting[0][0] != ranks:
+        return None
+    _, process, end = _waiting.pop()
+    return process, end
 
 
 def discard() -> None:

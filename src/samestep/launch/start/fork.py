@@ -1,18 +1,7 @@
-"""Ranks that start at once: forked from a process that has imported torch already.
+"""Ranks forked from a process that has imported torch already: 10 ms each, where fresh interpreters take 1.5 s.
 
-    fresh interpreters    N x (python 0.05 s + torch 0.7 s + its compiler 0.8 s, which the first optimizer imports)
-    fork                  1 x that, then N x 0.01 s
-
-What a fork would share by mistake is renewed in the child before the script sees it:
-
-    threads          none but OpenBLAS's, which handles forks itself; no tensor is touched before the fork, for a child
-                     of a process that used OpenMP hangs in its first parallel loop
-    thread count     torch.set_num_threads first: what the parent had computed does not hold here
-    random numbers   the global generators of NumPy and torch, from the operating system, as in a fresh interpreter;
-                     else all ranks would draw alike. Python renews its own
-    signals, files   handlers back to python's, every descriptor closed but those that are the rank's
-    string hashes    stay the same in all ranks: the order of a set of strings is equal where fresh interpreters
-                     would differ (which `samestep verify` therefore uses)
+What a fork would share by mistake is renewed in the child before the script sees it. String hashes stay the same in all
+ranks, so a set of strings has one order, which `samestep verify` must not have: it uses fresh interpreters.
 """
 
 from __future__ import annotations
@@ -145,7 +134,7 @@ def preimport(source: str, folder: Path) -> str | None:
     Torch's compiler, 0.8 s, is left out where no optimizer is in sight; `folder` is where the script's modules lie.
     """
     _drop_own_path()
-    try:
+    try:  # no tensor is touched: a child of a process that has used OpenMP hangs in its first parallel loop
         importlib.import_module("torch.utils.data")
         if not source or "optim" in source or "samestep" in source:
             importlib.import_module("torch._dynamo")
@@ -281,7 +270,6 @@ def _renew_streams(*, unbuffered: bool) -> None:
 
 
 def _writer(descriptor: int, *, unbuffered: bool, errors: str | None = None) -> io.TextIOWrapper:
-    """Returns what python itself would have made of a descriptor at its start."""
     binary = open(descriptor, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
     return io.TextIOWrapper(
         binary,
@@ -296,6 +284,6 @@ def _renew_libraries() -> None:
     import numpy as np
     import torch
 
-    torch.set_num_threads(torch.get_num_threads())
+    torch.set_num_threads(torch.get_num_threads())  # first: what the parent had computed does not hold here
     torch.default_generator.seed()
-    np.random.seed()  # noqa: NPY002  (the global generator is what would be shared)
+    np.random.seed()  # noqa: NPY002  (the global generator is what would be shared; Python renews its own)

@@ -1,9 +1,7 @@
 """Forks ranks, and whole launchers, from a process of its own that has imported torch once.
 
-`samestep.testing.ranks` starts its sets from one: a set that a failure has ended is replaced in 0.1 s. The runs of
-`samestep verify` are forked from another. Fresh interpreters import torch and its compiler for 2 to 5 s each. The
-caller cannot fork by itself: a copy of a process that has computed with OpenMP hangs in its first parallel loop. The
-server computes nothing. It ends with its caller, and what it has started with it.
+The caller cannot fork by itself: a copy of a process that has computed with OpenMP hangs in its first parallel loop.
+The server computes nothing. It ends with its caller, and what it has started with it.
 """
 
 from __future__ import annotations
