@@ -1,10 +1,7 @@
-"""Reports DataLoaders: which samples each pass yields, also where workers load them.
+"""Reports DataLoaders: which samples each pass yields, also where workers load them, and where datasets were made.
 
 A loader is named by the line that made it and its number among those made there. So the same loader has the same name
 on every rank, and in a process of its own, though rank 0 may have one more.
-
-Also read are the order that a sampler would still give, without loading the data, and where datasets of torch's own
-kinds were made (TensorDataset, Subset, ConcatDataset): what such a dataset holds was put into it on that line.
 """
 
 from __future__ import annotations

@@ -1,12 +1,5 @@
 """Replaces functions of torch and Python, with undo, and finds the line of the script that calls them.
 
-    schedules = Group()
-
-    @schedules.patch("torch.amp.grad_scaler", "GradScaler.step")
-    def _step(original, scaler, optimizer, *args, **kwargs): ...
-
-    install(schedules)
-
 Code that torch.compile traces calls the original: a replacement would end its graph. The original is `__wrapped__` of
 what stands in its place.
 """

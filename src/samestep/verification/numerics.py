@@ -1,9 +1,8 @@
 """How far two gradients are apart, and whether that is rounding.
 
-The error of a sum scales with the sizes of what is added, not with the size of the sum, so elements are not compared
-one by one: a tensor's error is the norm of the difference over the norm of the tensor, where tensors that are nearly
-zero are held against the whole gradient. Rounding is measured: the same step with its samples in another order
-(Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., ch. 4: an error bound in any order of summation).
+A tensor's error is the norm of the difference over the norm of the tensor; small tensors are compared with the whole
+gradient. Rounding is measured: the same step with its samples in another order (Higham, Accuracy and Stability of
+Numerical Algorithms, 2nd ed., ch. 4).
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-
-__all__: list[str] = []
 
 Gradients = Mapping[str, Tensor | None]  # by the parameters' names
 

@@ -1,8 +1,4 @@
-"""Whether a script that is killed, and started again, goes on as if it had not been.
-
-    recorded        0 ─ 1 ─ 2 ─ save ─ 3 ─ 4 ─ 5 ─ …
-    first start     0 ─ 1 ─ 2 ─ save ─ 3 ─ kill -9 of rank 0
-    second start                load ─ 3 ─ 4 ─ 5 ─ …       finds the files that the first has left
+"""Judges whether a script that is killed, and started again, goes on as if it had not been.
 
 Both starts, one behind the other, are judged as a script that saves and loads in one process; and the steps of the
 second are compared with those that were recorded without a stop.
@@ -22,8 +18,6 @@ from samestep.verification.judging import resumed, storage
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner
-
-__all__: list[str] = []
 
 _STOPPED = "rank 0 was killed behind step {}, and the script started again"
 _NO_MORE = "killed behind a save and started again, the script takes no step"

@@ -1,7 +1,4 @@
-"""One supervised run of a script: its output in a file, its time limited, no process left over.
-
-    samestep run --start spawn --hash-seeds -n N script args      SAMESTEP_OBSERVERS=…   SAMESTEP_VERIFY={"folder": …}
-    samestep run --start fork -n N script args                    the same, forked: no import of torch
+"""One supervised run of the script: its output in a file, its time limited, no process left over.
 
 A run hangs when none of its journals grows for a while, and neither a rank nor a process that it has started computes.
 Its ranks are then asked for their stacks, and ended.
@@ -45,7 +42,6 @@ class Script:
     local_rank: str | None = None  # the option that brings each rank its local one, "--local-rank" or "--local_rank"
 
     def words(self) -> list[str]:
-        """Returns it as words of a command line."""
         return [*(["-m"] if self.is_module else []), self.program, *self.arguments]
 
 
@@ -59,7 +55,6 @@ class Ended:
     folder: Path  # of its journals, its output ("output.txt") and its ranks' logs ("run/")
 
     def tail(self, lines: int = 8) -> str:
-        """Returns the last lines of its output."""
         try:
             text = (self.folder / "output.txt").read_bytes()[-20_000:].decode(errors="replace")
         except OSError:
@@ -183,7 +178,6 @@ def _computed(pid: int) -> float:
 
 
 def pids(folder: Path) -> list[int]:
-    """Returns the processes that have a journal."""
     paths = (folder / "journals").rglob("rank*.jsonl")
     first = [journal.first(path) for path in paths]  # asked again and again: a whole journal may have megabytes
     return [int(event["pid"]) for event in first if event is not None and event["kind"] == "begin"]

@@ -114,7 +114,6 @@ def examine(
     still_s: float = runs.HANG_TIMEOUT_S,
     say: Say = lambda _: None,
 ) -> Report:
-    """Does what :func:`verify` does, and tells `say` what goes on."""
     folder = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     try:
         with fork_server_for(script, ranks) as fork_server:

@@ -53,10 +53,7 @@ def disable_on_error(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Checker(Observer, Callbacks):
-    """Checks one rank."""
-
     def begin(self, context: RankContext) -> None:
-        """Checks everything from now on."""
         self.rank = context.rank
         self.is_off = False
         self._exchange: SummaryExchange | None = None
@@ -94,17 +91,14 @@ class Checker(Observer, Callbacks):
 
     @disable_on_error
     def before_collective(self, call: CollectiveCall) -> None:
-        """Counts."""
         self._calls.note(call, self._window)
 
     def before_backward(self, root: Any, where: str) -> None:
-        """Keeps the line."""
         del root
         self._note("backward", where=where)
 
     @disable_on_error
     def on_event(self, kind: str, **fields: Any) -> None:
-        """Counts, and keeps lines."""
         if kind in {"forward", "no_sync"}:
             self._models.synchronises = fields.get("synchronises", self._models.synchronises)
             self._note(kind, **fields)
@@ -161,7 +155,6 @@ class Checker(Observer, Callbacks):
 
     @disable_on_error
     def on_optimizer(self, optimizer: Any, where: str) -> None:
-        """Numbers it."""
         self._tracked(optimizer, where)
 
     def _tracked(self, optimizer: Any, where: str = "") -> TrackedOptimizer:
@@ -172,7 +165,6 @@ class Checker(Observer, Callbacks):
 
     @disable_on_error
     def before_step(self, optimizer: Any) -> None:
-        """Writes a summary, when it is time."""
         tracked = self._tracked(optimizer)
         if self._exchange is None and not self._join():
             return

@@ -1,13 +1,6 @@
 """Changes the arguments of a script's calls of samestep's functions, as a run of verify needs.
 
-checkpoint     every run saves into a folder of its own: the second shall not resume from what the first has saved
-world          with virtual ranks, where a run is ordered to have them
-replicate      in float64, likewise; virtual ranks have statistics of BatchNorm of their own; three ranks and more add
-               in rank order where a run that was stopped shall have the bits of one that was not; codecs always do.
-               In float64 and on virtual ranks nothing is compressed
-pipeline       with as many micro-batches as another run had: a plan is made of times, which differ from run to run;
-               in float64, where nothing is compressed; with all stages of a process on one device
-shards         in float64; one process takes the micro-batches of all ranks together, as BatchNorm does
+Every run saves into a folder of its own: the second must not resume from what the first has saved.
 """
 
 from __future__ import annotations
@@ -19,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from samestep.instrument.patch import Group, install
+from samestep.runtime.digest import digest_of_bytes
 from samestep.verification.journal import TraceWriter
+from samestep.verification.recording.containers import mapped
 from samestep.verification.recording.restarting import kill
 
 _MAX_LOOKS = 1000  # looks for a checkpoint: 20 s
@@ -90,8 +85,6 @@ def _sharded(order: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _elsewhere(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    from samestep.runtime.digest import digest_of_bytes
-
     path = kwargs["path"] if "path" in kwargs else args[0]
     if path is None:
         return args, kwargs
@@ -121,10 +114,4 @@ def doubled(value: Any) -> Any:
     """Returns a batch whose float32 tensors are float64."""
     import torch
 
-    from samestep.verification.recording.containers import named_parts, rebuilt
-
-    if isinstance(value, torch.Tensor):
-        return value.double() if value.dtype == torch.float32 else value
-    if (parts := named_parts(value)) is not None:
-        return rebuilt(value, {name: doubled(one) for name, one in parts.items()})
-    return type(value)(map(doubled, value)) if isinstance(value, list | tuple) else value
+    return mapped(value, lambda tensor: tensor.double() if tensor.dtype == torch.float32 else tensor)

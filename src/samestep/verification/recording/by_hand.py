@@ -1,14 +1,7 @@
 """Steps that a script takes without an optimizer of torch.optim: in its loop, or in a class of its own.
 
-    backward ──► gradients ──► first write to a parameter ──► … ──► next forward, backward, batch, evaluation, save
-                               └ the step begins                   └ it has ended
-
-Writes are seen by a TorchFunctionMode, from a backward pass to the end of the step that follows: `p -= lr * p.grad`,
-`p.data.add_(…)`, `p.data = …`, `torch._foreach_add_`, also through a view or a flat buffer that shares the storage.
-A collective that receives into a parameter counts too: it brings what another rank's step has made of it.
-
-All parameters of the models that a backward reaches are one :class:`HandWritten`, which stands for the script's own
-code as an optimizer does. Tensors that belong to no model count where the script has no model.
+A step begins with the first write to a parameter behind a backward pass, and has ended at the next forward, backward,
+batch, evaluation or save. Writes are seen by a TorchFunctionMode; a collective that receives into a parameter is one.
 """
 
 from __future__ import annotations
@@ -26,11 +19,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samestep.instrument.patch import call_site, is_own, is_traced
-from samestep.verification.recording.leaves import leaves_of, tensors_of
+from samestep.verification.recording.containers import tensors_of
+from samestep.verification.recording.graph import leaves_of
 from samestep.verification.recording.modes import LooseMode
 from samestep.verification.recording.naming import parameters_of, roots
-
-__all__: list[str] = []
 
 _NO_WRITES = {"requires_grad_", "detach_", "retain_grad", "share_memory_", "rename_"}
 _OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor")}
@@ -113,7 +105,6 @@ class ByHand:
             self._models[one] = model
 
     def arm(self) -> None:
-        """Looks for writes from now on, until a step has ended."""
         self._storages = {_storage(one) for model in self._due for known in model if (one := known()) is not None}
         if self._storages:
             self._writes.begin()
@@ -205,12 +196,10 @@ class _Writes(LooseMode):
         self._is_active = False
 
     def begin(self) -> None:
-        """From now on."""
         self.enter()
         self._is_active = True
 
     def end(self) -> None:
-        """Not any more."""
         self._is_active = False
         self.leave()
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from samestep.instrument.script_io import save_unreported
+from samestep.runtime.digest import digest
 from samestep.verification.journal import TraceWriter
-
-__all__: list[str] = []
 
 ORDERING = {"torch.randperm", "numpy.random.permutation", "random.sample"}  # draws that make an order of samples
 _MOST = 1 << 22  # numbers of one draw that are kept
@@ -47,14 +45,12 @@ def keep(journal: TraceWriter, place: str, name: str, value: Any, *, within: boo
     """Writes a draw down; `within` says that the samples of its window were there."""
     import torch
 
-    from samestep.runtime.digest import digest
-
     tensor = as_tensor(value)
     about = {"place": place, "name": name, "within": within, "trains": torch.is_grad_enabled()}
     if tensor is None or tensor.numel() > _MOST:
         journal.write("draw", **about, shape=None, digest=None, kept=None)
         return
-    kept = journal.keep(lambda path: save_unreported(tensor.detach().cpu(), path))
+    kept = journal.keep(tensor.detach().cpu())
     shape = list(tensor.shape)
     told = digest(torch.as_tensor(tensor))
     whole = are_whole(tensor)
@@ -65,15 +61,12 @@ def note_order(journal: TraceWriter, where: str, name: str, value: Any) -> None:
     """Writes down that an order of samples was drawn, and what tells it from others."""
     import torch
 
-    from samestep.runtime.digest import digest
-
     tensor = as_tensor(value)
     if tensor is not None and tensor.numel() > 1:
         journal.write("order", where=where, name=name, digest=digest(torch.as_tensor(tensor)))
 
 
 def are_whole(tensor: Any) -> bool:
-    """Returns whether drawn numbers may be places of samples."""
     return tensor.dim() > 0 and not tensor.is_floating_point() and not tensor.is_complex()
 
 

@@ -1,4 +1,4 @@
-"""What a rank's dataset holds: digests of a few samples, and its random generators.
+"""What a rank's DataLoader and dataset hold: settings, digests of a few samples, random generators.
 
 The samples are loaded again when the script has ended. All generators, also those that the dataset holds, are seeded
 equally for it on all ranks, so that augmentation makes no difference, and are restored afterwards. Where a dataset
@@ -18,15 +18,54 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from samestep.data.iterable import dataset_length
+from samestep.instrument.dataloader import made_at, samplers_of
 from samestep.instrument.patch import is_own
 from samestep.launch.rank.user_code import relative_path
 from samestep.runtime.digest import digest, digest_of_bytes
 from samestep.runtime.rng import RngState, seed_device
 from samestep.verification.recording.rows import leaves
 
+_OF_SHUFFLING = ("set_epoch", "epoch", "seed", "generator", "rng", "random_state")  # what only a shuffling sampler has
 _SAMPLES = 5
 _DEPTH = 3  # of objects in objects: a subset, its dataset, that one's transforms
+
+
+def described(loader: Any) -> dict[str, Any]:
+    """Returns what a journal says of a DataLoader when a pass begins."""
+    sampler, *cutting = samplers_of(loader)
+    return {
+        "length": dataset_length(loader),
+        "samples": dataset_length(loader.dataset),
+        "dataset": type(loader.dataset).__name__,
+        "made": made_at(loader.dataset),
+        "sampler": type(sampler).__name__,
+        "cut_by": next((type(one).__name__ for one in cutting if type(one) is not BatchSampler), None),
+        "rank": _number(getattr(sampler, "rank", None)),
+        "replicas": _number(getattr(sampler, "num_replicas", None)),
+        "replacement": bool(getattr(sampler, "replacement", False)),
+        "epoch": getattr(sampler, "epoch", None),
+        "dataset_epoch": _number(getattr(loader.dataset, "epoch", None)),
+        "shuffles": any(map(_shuffles, (sampler, *cutting))),
+        "drop_last": any(getattr(one, "drop_last", False) for one in (loader, sampler, *cutting)),
+        "batch_size": loader.batch_size,
+        "workers": loader.num_workers,
+    }
+
+
+def _shuffles(sampler: Any) -> bool:
+    """Whether a sampler is asked for another order in every epoch."""
+    if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+        return True
+    if hasattr(sampler, "shuffle"):
+        return bool(sampler.shuffle)
+    return any(hasattr(sampler, name) for name in _OF_SHUFFLING)
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 def fingerprint(dataset: Any) -> dict[str, str]:

@@ -1,13 +1,7 @@
 """What one process writes down of its evaluations, whether it is one of the ranks or the script alone.
 
-phase       from `model.eval()`, or the first data that go through a model without gradients, to the next training
-            batch that does with them, or `model.train()`
-ran         a model went through without gradients: a phase without one, and without such a batch, is no evaluation
-collected   what the ranks bring together in it: sums of counts, gathered predictions
-buffers     digests, once the first batch has gone through the model, and once all have
-
-A script may leave `model.eval()` out, and switch gradients off around its model only. Whether a batch that was loaded
-with gradients on is evaluated is known when the next one is loaded: it went through a model, and none of it backward.
+A phase goes from `model.eval()`, or the first data that go through a model without gradients, to the next training. A
+script may leave `model.eval()` out: whether a batch was evaluated is then known when the next one is loaded.
 """
 
 from __future__ import annotations
@@ -15,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from samestep.runtime.digest import digest, digest_of_bytes
 from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.chance import as_tensor
 from samestep.verification.recording.inputs import Inputs
-
-__all__: list[str] = []
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # buffers of BatchNorm
 _MOST_VALUES = 64
@@ -174,8 +167,6 @@ class Evaluations:
 
     def drew(self, value: Any) -> None:
         """The script has drawn random numbers itself: with others, an evaluation comes to something else."""
-        from samestep.runtime.digest import digest, digest_of_bytes
-
         tensor = as_tensor(value)
         told = "" if tensor is None else digest(tensor)
         self._drew = digest_of_bytes(f"{self._drew} {told}".encode())
@@ -195,8 +186,6 @@ class Evaluations:
             self._untold = None
 
     def _tell_buffers(self, key: str, number: int) -> None:
-        from samestep.runtime.digest import digest
-
         if not (self._inputs.used or self._inputs.cannot_tell):
             return  # another model is evaluated, or statistics of one are made
         digests = {name: digest(buffer) for name, buffer in self._buffers().items()}

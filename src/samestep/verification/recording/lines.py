@@ -1,10 +1,5 @@
 """What the lines of a script compute with tensors, in one step or in evaluations: kept to find the first that differs.
 
-    train.py:41   mse_loss   0.25       forward
-    train.py:42   add        0.75       forward
-    train.py:47   div_       […]        behind the backward pass
-    lion.py:12    mul_       […]        within the optimizer's step
-
 A mode sees calls of torch's functions, and :meth:`LineTrace.note` gets the results of collectives. What is inside of
 them, such as the backward pass, is not seen.
 """
@@ -20,12 +15,9 @@ import torch
 from torch import Tensor
 
 from samestep.instrument.patch import is_traced
-from samestep.instrument.script_io import save_unreported
 from samestep.verification.journal import TraceWriter
-from samestep.verification.recording.leaves import tensors_of
+from samestep.verification.recording.containers import tensors_of
 from samestep.verification.recording.modes import LooseMode, line_of
-
-__all__: list[str] = []
 
 FORWARD, GRADIENTS, STEP, EVALUATION = "forward", "gradients", "step", "evaluation"
 _MOST_NUMBERS = 1 << 18  # of a tensor that is kept
@@ -63,17 +55,15 @@ class LineTrace(LooseMode):
         self.segment: str | None = None
 
     def begin(self, segment: str) -> None:
-        """Looks at what is computed from now on, as a part of this segment."""
         self.enter()
         self.segment = segment
 
     def end(self) -> None:
-        """Writes down what was computed."""
         self.leave()
         lines, self._lines, self.segment = self._lines, [], None
         self._seen.clear()
         if lines:
-            kept = self._journal.keep(lambda path: save_unreported(lines, path))
+            kept = self._journal.keep(lines)
             self._journal.write("lines", kept=kept)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,7 +79,6 @@ class LineTrace(LooseMode):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was kept since the last end."""
         return not self._lines and self.segment is None
 
     def note(

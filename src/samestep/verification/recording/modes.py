@@ -14,8 +14,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from samestep.instrument.patch import call_site, is_own
 
-__all__: list[str] = []
-
 _RECORDING = ("samestep.verification.recording.", "samestep.verification.reference.")
 
 

@@ -1,10 +1,7 @@
 """The way that a script takes through its lines, and the numbers that it takes out of tensors on that way.
 
-    train.py:41   cross_entropy
-    train.py:47   item             2.31        a number of Python: what the script decides by, or hands to a schedule
-    train.py:52   zero_             …          where ranks go on at different lines, the number before was another one
-
-Kept from the first optimizer to the end of the script, by windows. What lies inside torch's functions is not seen.
+Where ranks go on at different lines, the number before was another one. Kept from the first optimizer to the end of
+the script, by windows. What lies inside torch's functions is not seen.
 """
 
 from __future__ import annotations
@@ -14,11 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from samestep.instrument.patch import is_traced
-from samestep.instrument.script_io import save_unreported
 from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.modes import LooseMode, line_of
-
-__all__: list[str] = []
 
 RATES = ("", "learning rates")  # a place: from here on they are other ones
 _OUT_OF_TENSORS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__array__", "equal"}
@@ -48,15 +42,13 @@ class PathTrace(LooseMode):
         self._count = 0
 
     def close(self, window: int) -> None:
-        """A window has ended."""
         self._windows[window], self._entries = self._entries, []
 
     def end(self, window: int) -> None:
-        """Writes everything down."""
         self.leave()
         self.close(window)
         told = {"places": list(self._places), "windows": self._windows}
-        self._journal.write("path", kept=self._journal.keep(lambda path: save_unreported(told, path)))
+        self._journal.write("path", kept=self._journal.keep(told))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls, and keeps where that was."""

@@ -1,11 +1,7 @@
 """The observer that records a rank, and changes nothing in what it does but its dropout and its autocast.
 
-    window      what lies between two optimizer steps: 1 ─ batch, batch, backward, step ─ 2 ─ batch, …
-    digests     of all gradients before, and all parameters after, every step
-    values      of the first rank, at few windows: all parameters when the window begins, all gradients when it ends
-
-It ends the rank with code 0 after so many steps: all ranks at the same, so nobody waits for anybody. Before that,
-passes over the data are ended early, for what stands behind them: :mod:`samestep.verification.recording.limit`.
+A window is what lies between two optimizer steps. Digests are kept of every step, values of few windows. The rank is
+ended with code 0 after so many steps: all ranks at the same, so nobody waits for anybody.
 """
 
 from __future__ import annotations
@@ -23,23 +19,23 @@ from typing import TYPE_CHECKING, Any
 from samestep.instrument.callbacks import LoadedBatch, LoaderPass, PassIterator
 from samestep.instrument.collective_call import CollectiveCall
 from samestep.instrument.patch import call_site
-from samestep.instrument.script_io import save_unreported
 from samestep.launch.rank.observers import RankContext
 from samestep.rankenv import variable
+from samestep.runtime.digest import digest, digest_of_bytes
 from samestep.verification.journal import SPAWNED
 from samestep.verification.recording.adjusting import kill_once_saved
 from samestep.verification.recording.chance import MOST_BEFORE, ORDERING, keep, note_order
 from samestep.verification.recording.compressing import Compressing
+from samestep.verification.recording.containers import mapped, named_tensors
 from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.recording.limit import Limit, Pass
+from samestep.verification.recording.naming import bare, made_at, named, roots
 from samestep.verification.recording.optimizers import digests, held, settings_of
 from samestep.verification.recording.restarting import kill, may_load
 from samestep.verification.recording.witness import StopRecording, Witness
 
 if TYPE_CHECKING:
     from samestep.verification.recording.datasets import Held
-
-__all__: list[str] = []
 
 SAMPLED = (0, 1, 2, 16, 64)  # windows whose values are kept; what follows the parameters needs 1 and 2
 MOST_ENDS = 2  # and so many that end a pass over the data, which may be shorter
@@ -57,7 +53,6 @@ class Recorder(Witness):
     """Records one rank as SAMESTEP_VERIFY says, a JSON object: "folder", "steps", and "passes" to end early."""
 
     def begin(self, seat: RankContext) -> None:
-        """Watches everything from now on."""
         order = json.loads(variable("SAMESTEP_VERIFY") or "{}")
         self.rank = seat.rank
         folder = Path(order["folder"])
@@ -96,7 +91,6 @@ class Recorder(Witness):
         self.begin_watching()
 
     def end(self, error: BaseException | None) -> None:
-        """Notes how the script has ended."""
         self._tell_averaged()
         if self._datasets and (error is None or isinstance(error, SystemExit)):
             self._tell_datasets()
@@ -123,7 +117,7 @@ class Recorder(Witness):
 
     def on_pass(self, epoch: LoaderPass, own: PassIterator) -> Iterator[Any]:
         """Writes down what a pass yields; one that is to end early yields nothing more."""
-        from samestep.verification.recording.passes import described
+        from samestep.verification.recording.datasets import described
 
         name = epoch.key, epoch.number
         self._begin_pass(name, own)
@@ -211,10 +205,8 @@ class Recorder(Witness):
 
     def _keep_batch(self, value: Any) -> int | None:
         """None too where a batch holds what cannot be saved: a function, a lock, a file."""
-        from samestep.verification.recording import rows
-
         with contextlib.suppress(AttributeError, TypeError, PicklingError):
-            return self.journal.keep(lambda path: save_unreported(rows.held(value), path))
+            return self.journal.keep(mapped(value, lambda one: one.detach().cpu().clone()))
         return None
 
     # --- windows -----------------------------------------------------------------------------
@@ -290,8 +282,6 @@ class Recorder(Witness):
             self._collected_at = -1  # the script may have made its model anew since it has saved
             self._loaded_averaged = self._averages()
         if self.window == 0:
-            from samestep.verification.recording.naming import roots
-
             groups = [group for optimizer in self.optimizers.all for group in optimizer.param_groups]
             numbers = sum(one.numel() for group in groups for one in group["params"])
             norms = local_norms_in(one for root in roots() for one in root.modules())
@@ -317,18 +307,14 @@ class Recorder(Witness):
     def _keep_own(self, parameters: dict[str, Any]) -> int | None:
         """What this rank's backward passes have brought of the gradients with which an optimizer is about to step."""
         own = None if self._own is None else self._own.of(parameters, self._scale())
-        return None if own is None else self.journal.keep(lambda path: save_unreported(own, path))
+        return None if own is None else self.journal.keep(own)
 
     def _note_window(self) -> None:
         if self._sampled:
             self._watch_gradients()
         kept = self._keep(self.optimizers.values) if self._sampled else None
         others = digests(self.optimizers.foreign_buffers()) if self._sampled else {}
-        buffers = (
-            self.journal.keep(lambda path: save_unreported(self._moving(), path))
-            if self._sampled and self.rank
-            else None
-        )
+        buffers = self.journal.keep(self._moving()) if self._sampled and self.rank else None
         self.journal.write(
             "window", number=self.window, sampled=self._sampled, kept=kept, buffers=buffers, others=others
         )
@@ -343,7 +329,6 @@ class Recorder(Witness):
         """Writes down the order in which a model's parameters are registered, which DistributedDataParallel trusts."""
         from samestep.instrument.training import watch_bare_forward
         from samestep.verification.recording.flat import why_unknown
-        from samestep.verification.recording.naming import bare, made_at, named
 
         if kind == "DistributedDataParallel":
             watch_bare_forward(self, model)
@@ -366,7 +351,6 @@ class Recorder(Witness):
         )
 
     def on_comm_hook(self, name: str, where: str) -> bool:
-        """Writes down how gradients are reduced, where it is not by a plain sum."""
         self.journal.write("hook", name=name, where=where)
         return False
 
@@ -374,9 +358,7 @@ class Recorder(Witness):
         """Counts the backward passes of a window."""
         if root is not None:
             self.begin_backward(root)
-        from samestep.verification.recording.leaves import unit_of
-        from samestep.verification.recording.losses import terms_of
-        from samestep.verification.recording.passes import scale_of
+        from samestep.verification.recording.graph import scale_of, terms_of, unit_of
 
         self.evaluations.end()
         self.open_window()
@@ -398,8 +380,6 @@ class Recorder(Witness):
 
     def replicated(self) -> dict[str, Any]:
         """Returns the parameters, by name, of models in DistributedDataParallel that it does not ignore."""
-        from samestep.verification.recording.naming import bare
-
         models = [one for known in self._replicas if (one := known()) is not None]
         return {
             bare(name): parameter
@@ -416,7 +396,6 @@ class Recorder(Witness):
         self.trace("gradients")
 
     def before_step(self, optimizer: Any) -> None:
-        """Writes down the gradients that it will use."""
         import torch
 
         if self.is_preparing or torch.compiler.is_compiling() or self.leaves_out(optimizer):
@@ -477,7 +456,7 @@ class Recorder(Witness):
         """Of replicas the first rank's values are enough; of what is cut, or if so ordered, all keep theirs."""
         if self.rank and self.optimizers.are_replicas and not by_all and not self.order.get("everywhere"):
             return None
-        return self.journal.keep(lambda path: save_unreported(value(), path))
+        return self.journal.keep(value())
 
     def after_step(self, optimizer: Any) -> None:
         """Writes down what has become of the parameters, and ends the rank when that was enough."""
@@ -539,7 +518,6 @@ class Recorder(Witness):
     # --- the rest ----------------------------------------------------------------------------
 
     def before_collective(self, call: CollectiveCall) -> None:
-        """Writes down a collective before it is entered."""
         if self._by_hand is not None:
             self._by_hand.wrote(call.filled)
         about: dict[str, Any] = {}
@@ -551,13 +529,10 @@ class Recorder(Witness):
 
     def on_worker(self, key: str, worker: int, states: dict[str, bytes], used: list[str]) -> None:
         """Writes down the generators of a DataLoader's worker; called there."""
-        from samestep.runtime.digest import digest_of_bytes
-
         told = {name: digest_of_bytes(state) for name, state in states.items()}
         self.on_event("worker", key=key, worker=worker, states=told, used=used)
 
     def on_event(self, kind: str, **fields: Any) -> None:
-        """Writes down everything else."""
         self.settle()
         if kind == "mode":
             self.note_mode(training=fields["training"])
@@ -608,7 +583,6 @@ class Recorder(Witness):
         """
         import torch
 
-        from samestep.runtime.digest import digest
         from samestep.verification.recording.parts import is_cut, local
 
         is_first = self._dropped_in != self.window
@@ -670,20 +644,14 @@ def local_norms_in(modules: Iterable[Any]) -> int:
 
 
 def _digests_in(value: Any) -> dict[str, str]:
-    from samestep.runtime.digest import digest
-    from samestep.verification.recording.passes import tensors_in
-
-    return {name: digest(tensor) for name, tensor in tensors_in(value)}
+    return {name: digest(tensor) for name, tensor in named_tensors(value)}
 
 
 def _plain_in(value: Any) -> dict[str, tuple[str, list[int]]]:
     """Name -> digest and shape of the tensors that torch.distributed.checkpoint takes for alike on all ranks."""
     import torch
 
-    from samestep.runtime.digest import digest
-    from samestep.verification.recording.passes import tensors_in
-
-    plain = {name: one for name, one in tensors_in(value) if type(one) in {torch.Tensor, torch.nn.Parameter}}
+    plain = {name: one for name, one in named_tensors(value) if type(one) in {torch.Tensor, torch.nn.Parameter}}
     return {name: (digest(one), list(one.shape)) for name, one in plain.items()}
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from samestep.instrument.patch import is_own
 from samestep.verification.journal import TraceWriter
 
-__all__: list[str] = []
-
 _LOADS = ("load_state_dict(", "torch.load(", "load_checkpoint(")
 
 

@@ -10,9 +10,7 @@ import xxhash
 from torch import Tensor
 
 from samestep.runtime.digest import bytes_of
-from samestep.verification.recording.containers import named_parts, rebuilt
-
-__all__: list[str] = []
+from samestep.verification.recording.containers import named_parts
 
 
 def leaves(value: Any) -> list[Any]:
@@ -108,12 +106,3 @@ def _digest(tensors: Iterable[Tensor]) -> str:
     for tensor in tensors:
         digest.update(bytes_of(tensor.cpu()).numpy().data)
     return digest.hexdigest()
-
-
-def held(value: Any) -> Any:
-    """Returns a batch that nobody changes any more, on the host."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
-    if (parts := named_parts(value)) is not None:
-        return rebuilt(value, {name: held(one) for name, one in parts.items()})
-    return type(value)(map(held, value)) if isinstance(value, list | tuple) else value

@@ -1,9 +1,5 @@
 """Where ranks may begin to differ, unseen: lines that draw random numbers, hash texts, or write to parameters.
 
-    train.py:94  random.choice      on rank 0 alone: from here on its generator is ahead of the others'
-    train.py:36  hash("the cat")    another number in each process, unless PYTHONHASHSEED is set
-    train.py:26  weight.copy_(…)    behind the wrapper's broadcast, from a rank's own samples
-
 Kept only in a run that looks for the line of a difference, from the first model or optimizer on; draws from the start.
 """
 
@@ -19,12 +15,9 @@ from typing import Any
 import torch
 
 from samestep.instrument.patch import call_site, is_own, is_traced, patch
-from samestep.instrument.script_io import save_unreported
 from samestep.verification.journal import TraceWriter
-from samestep.verification.recording.leaves import tensors_of
+from samestep.verification.recording.containers import tensors_of
 from samestep.verification.recording.modes import LooseMode
-
-__all__: list[str] = []
 
 _MOST = 1 << 16  # draws, and lines of texts that are hashed
 _MOST_WRITES = 8  # to one parameter: the last ones
@@ -60,7 +53,6 @@ class SourceTrace(LooseMode):
         patch(builtins, "hash")(self._hash)
 
     def drew(self) -> None:
-        """The script has drawn random numbers."""
         if len(self._draws) < _MOST:
             self._draws.append((self._window(), tuple(_own_lines(sys._getframe(1)))))  # noqa: SLF001
 
@@ -92,11 +84,10 @@ class SourceTrace(LooseMode):
         return func(*args, **(kwargs or {}))
 
     def end(self) -> None:
-        """Writes everything down."""
         self.leave()
         writes = {name: self._writes[place] for place, name in self._names.items() if place in self._writes}
         told = {"draws": self._draws, "hashes": list(self._hashes), "writes": writes}
-        self._journal.write("sources", kept=self._journal.keep(lambda path: save_unreported(told, path)))
+        self._journal.write("sources", kept=self._journal.keep(told))
 
     def begin_step(self) -> None:
         """An optimizer steps: what it writes is no difference; the script may let its parameters go before the end."""
@@ -107,12 +98,10 @@ class SourceTrace(LooseMode):
                 self._names[_storage(data)] = name
 
     def end_step(self) -> None:
-        """It has stepped."""
         self._is_stepping = False
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Where the numbers of a tensor lie; of a DTensor those of this rank."""
     return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
 
 

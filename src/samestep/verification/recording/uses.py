@@ -1,8 +1,6 @@
-"""Evaluations of models that are no modules: tensors with which the script computes by its own functions.
+"""Finds evaluations of models that are no modules: functions of the script that compute with parameters it trains.
 
-with torch.no_grad():
-    guess = (x @ w1 + b1).relu() @ w2      a product with a parameter, without gradients: a forward
-    average.lerp_(w1, 0.1)                 none: nothing goes through the model
+A product with a parameter, without gradients, is a forward; an average of parameters is none.
 """
 
 from __future__ import annotations
@@ -15,10 +13,8 @@ import torch
 from torch import Tensor
 
 from samestep.instrument.patch import is_own, is_traced
-from samestep.verification.recording.leaves import tensors_of
+from samestep.verification.recording.containers import tensors_of
 from samestep.verification.recording.modes import LooseMode
-
-__all__: list[str] = []
 
 # What takes data into a model: products, convolutions, and rows of a table.
 _FORWARDS = {

@@ -26,18 +26,18 @@ from samestep.instrument.callbacks import Callbacks, LoadedBatch, subscribe
 from samestep.instrument.collective_call import CollectiveCall
 from samestep.instrument.patch import install, on_import, patch
 from samestep.launch.rank.observers import Observer, RankContext
+from samestep.runtime.digest import digest
 from samestep.verification.journal import TraceWriter
-from samestep.verification.recording import modules
+from samestep.verification.recording import naming
 from samestep.verification.recording.adjusting import adjusted, doubled
 from samestep.verification.recording.chance import Draws
+from samestep.verification.recording.containers import named_tensors
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.inputs import Inputs, mixes_samples
+from samestep.verification.recording.naming import of_optimizer
 from samestep.verification.recording.optimizers import Optimizers
 from samestep.verification.recording.spawning import target_of
 from samestep.verification.recording.writes import Writes
-
-__all__: list[str] = []
-
 
 _GROUPS = (
     *(training.optimizers, training.schedules, training.wrappers, training.synchronisation, training.modes),
@@ -90,7 +90,6 @@ class Witness(Observer, Callbacks):
         self._is_called = False  # a model was, with gradients
 
     def end(self, error: BaseException | None) -> None:
-        """Notes how the script has ended."""
         with contextlib.suppress(StopRecording):
             self.settle()
         self.end_trace()
@@ -141,7 +140,6 @@ class Witness(Observer, Callbacks):
         """Looks at what the script computes with parameters that it trains, if it has called no model by now."""
         if self._uses is not None or self._is_called or self.inputs.cannot_tell or self.window <= 1:
             return
-        from samestep.verification.recording.naming import of_optimizer
         from samestep.verification.recording.uses import ParameterUses
 
         self._uses = ParameterUses(
@@ -193,7 +191,6 @@ class Witness(Observer, Callbacks):
         self._by_hand.backward(outputs, inputs)
 
     def end_backward(self) -> None:
-        """It has ended, and parameters may be changed."""
         if self._by_hand is not None:
             self._by_hand.arm()
 
@@ -235,12 +232,9 @@ class Witness(Observer, Callbacks):
 
     def sizes_of_saved(self, value: Any) -> dict[str, Any]:
         """Returns how many numbers are saved, and how many of tensors that are an optimizer's state, by their names."""
-        from samestep.runtime.digest import digest
-        from samestep.verification.recording.passes import tensors_in
-
         own = [] if self._by_hand is None else [one.untyped_storage().data_ptr() for one in self._by_hand.state()]
         known = {one for state in self.optimizers.states() for one in state["state"]}
-        told = list(tensors_in(value))
+        told = list(named_tensors(value))
         mine = {
             name: one.numel()
             for name, one in told
@@ -277,7 +271,7 @@ class Witness(Observer, Callbacks):
         if self.order.get("double"):
             on_import("torch", lambda torch: torch.set_default_dtype(torch.float64))
             on_import("torch.nn.modules.module", lambda module: module.register_module_forward_pre_hook(_double))
-        on_import("torch.nn.modules.module", modules.remember)
+        on_import("torch.nn.modules.module", naming.remember)
         on_import("torch.distributed.checkpoint.state_dict", self._watch_state_dicts)
         if not self.order.get("chance"):
             install(randomness.without_dropout_and_autocast)
@@ -295,7 +289,6 @@ class Witness(Observer, Callbacks):
         self.sources = SourceTrace(self.journal, parameters, lambda: self.window)
 
     def replicated(self) -> dict[str, Any]:
-        """Returns the parameters, by name, that a wrapper declares to be copies."""
         return {}
 
     def given(self, batch: Any) -> Any:
@@ -353,12 +346,10 @@ class Witness(Observer, Callbacks):
                 self.journal.write("counted", window=self.window, where=place, **told)
 
     def on_file_write(self, path: str | os.PathLike[str]) -> None:
-        """Notes it, so that the next run finds the file as this one did."""
         if self.writes is not None:
             self.writes.note(path)
 
     def on_print(self, text: Callable[[], str], where: str) -> None:
-        """Writes down what is printed of an evaluation."""
         self.evaluations.printed(text, where)
 
 

@@ -1,8 +1,5 @@
 """The observer that lets a script, alone, take the recorded steps: its own code, the ranks' data, their parameters.
 
-    recorded    rank 0   batch a, batch b │ step │ …         alone     batch a+c, batch b+d │ step │ …
-                rank 1   batch c, batch d │ step │ …                   └ recorded parameters   └ its gradients are kept
-
 Every sampled window begins with the recorded parameters, so each is one clean comparison and no error grows. Passes
 that no step was taken in (evaluations) run as the script has them.
 """
@@ -20,19 +17,18 @@ from typing import Any, NoReturn
 
 from samestep.instrument.callbacks import LoaderPass, PassIterator
 from samestep.instrument.patch import call_site, on_import
-from samestep.instrument.script_io import save_unreported
 from samestep.launch.rank.observers import RankContext
 from samestep.rankenv import variable
+from samestep.runtime.digest import digest
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.judging.samples import cut_after_loading, passes
+from samestep.verification.recording.naming import trained_of
 from samestep.verification.recording.optimizers import digests, state_of, uncut
 from samestep.verification.recording.spawning import for_one_rank, run_as_one_rank, target_of
 from samestep.verification.recording.witness import StopRecording, Witness
 from samestep.verification.reference.brought import Brought
 from samestep.verification.reference.updates import UpdateReplay
-
-__all__: list[str] = []
 
 _FURTHER = 20  # steps that a script alone takes beyond those after which a rank has failed
 
@@ -278,14 +274,14 @@ class Alone(Witness):
             self.journal.write("own_digests", parameters=self.optimizers.digests()["parameters"])
         if not self.window and self.record.is_cut:
             own = {name: one for each in self.optimizers.all for name, one in self.optimizers.parameters(each).items()}
-            kept = self.journal.keep(lambda path: save_unreported(self._locals(own), path))
+            kept = self.journal.keep(self._locals(own))
             self.journal.write("own_start", kept=kept)
         if (state := self.record.state(self.window // self._turns)) is not None:
             if self._turns == 1 and (evaluating or not torch.is_grad_enabled()):
                 self._note_swapped()
             if self._put == self.window - 1 and self._turns == 1:  # what that step has made, before it is put back
                 moved = {"buffers": self.optimizers.buffers(), "before": self._teachers, "teachers": self._moving()}
-                kept = self.journal.keep(lambda path: save_unreported(moved, path))
+                kept = self.journal.keep(moved)
                 self.journal.write("moved", window=self.window, kept=kept)
             self._put_back(state)
             self._put_teachers()
@@ -295,7 +291,7 @@ class Alone(Witness):
         own = {name: one for each in self.optimizers.all for name, one in self.optimizers.parameters(each).items()}
         told = digests(own)
         if self._made and any(self._made.get(name, digest) != digest for name, digest in told.items()):
-            kept = self.journal.keep(lambda path: save_unreported(self._locals(own), path))
+            kept = self.journal.keep(self._locals(own))
             where = call_site(sys._getframe(3))  # noqa: SLF001
             self.journal.write("swapped", window=self.window, kept=kept, where=where)
 
@@ -318,8 +314,6 @@ class Alone(Witness):
         self._placed = self.window
         state = self.record.state(self.window)
         theirs = {} if state is None else state["parameters"].get(step["optimizer"], {})
-        from samestep.verification.recording.naming import trained_of
-
         own = trained_of(module)
         if own.keys() == theirs.keys() and all(own[name].shape == theirs[name].shape for name in own):
             for name, one in own.items():
@@ -381,7 +375,7 @@ class Alone(Witness):
 
     def before_backward(self, root: Any, where: str) -> None:
         """A window without a DataLoader begins here at the latest."""
-        from samestep.verification.recording.losses import terms_of
+        from samestep.verification.recording.graph import terms_of
 
         del where
         if root is not None:
@@ -410,10 +404,9 @@ class Alone(Witness):
 
     def _keep_gradients(self, optimizer: Any) -> int | None:
         gradients = self._locals(self.optimizers.gradients(optimizer))
-        return self.journal.keep(lambda path: save_unreported(gradients, path))
+        return self.journal.keep(gradients)
 
     def before_step(self, optimizer: Any) -> None:
-        """Keeps the gradients where the ranks' are kept."""
         if self.is_preparing or self.leaves_out(optimizer):
             return
         number = getattr(optimizer, "samestep_number", 0)
@@ -424,7 +417,7 @@ class Alone(Witness):
             event, turn = divmod(self._event, self._turns)
             kept, used = self._keep_gradients(optimizer), None
             if (brought := self._brought.of(self.optimizers.parameters(optimizer))) is not None:
-                kept, used = self.journal.keep(lambda path: save_unreported(brought, path)), kept
+                kept, used = self.journal.keep(brought), kept
             self.journal.write("step", event=event, turn=turn, optimizer=number, kept=kept, used=used)
         self.trace("step")
         if self._event < len(self._steps) and self._compares and self._turns == 1:
@@ -470,7 +463,7 @@ class Alone(Witness):
         if self._is_compared() and self._turns == 1:
             states = {name: self._locals(state) for name, state in state_of(self.optimizers).items()}
             made = {"parameters": self._locals(self.optimizers.parameters(optimizer)), "states": states}
-            kept = self.journal.keep(lambda path: save_unreported(made, path))
+            kept = self.journal.keep(made)
             self.journal.write("updated", event=self._event, kept=kept)
         self._made |= digests(self.optimizers.parameters(optimizer))
         self._event += 1
@@ -511,8 +504,6 @@ class Alone(Witness):
         return found
 
     def on_random(self, name: str, where: str, value: Any) -> Any:
-        """Hands out what the ranks have drawn."""
-        from samestep.runtime.digest import digest
         from samestep.verification.recording.chance import are_whole, as_tensor, joined
 
         if self.optimizers.all and not self.is_loading:

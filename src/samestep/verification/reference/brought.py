@@ -1,9 +1,6 @@
-"""The gradients of one process when a step's last backward is over: what compressed gradients are held against.
+"""Copies of the gradients of one process when a step's last backward is over, before clipping.
 
-So are those of ranks whose samples no DataLoader yields: the average is of what each brings, and clipped behind it.
-
-Of a compressed step it is known what the ranks brought before it was averaged, so before clipping, and multiplied by a
-scaler's factor, which one process may have found to be another.
+Compressed gradients are compared with them, and those of ranks whose samples no DataLoader yields.
 """
 
 from __future__ import annotations
@@ -12,9 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from samestep.verification.judging.record import Rank
+from samestep.verification.recording.naming import of_optimizer, owner_of
 from samestep.verification.recording.optimizers import uncut
-
-__all__: list[str] = []
 
 
 class Brought:
@@ -35,7 +31,6 @@ class Brought:
         self._copies: dict[int, Any] = {}
 
     def note(self, event: int, optimizers: Iterable[Any]) -> None:
-        """A backward pass of a step has ended."""
         if self._always or event in self._events:
             gradients = {id(one): one.grad for each in optimizers for one in _parameters(each)}
             scale = self._scale()
@@ -43,15 +38,12 @@ class Brought:
 
     def of(self, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
         """Returns those of some parameters; None where they are not asked for, or no backward has been."""
-        from samestep.verification.recording.naming import owner_of
-
         if not self._copies:
             return None
         kept = {name: self._copies.get(owner_of(one)) for name, one in parameters.items()}
         return {name: one.of(kept[name]) if hasattr(one, "owner") else kept[name] for name, one in parameters.items()}
 
     def forget(self) -> None:
-        """A step has been taken."""
         self._copies, self.scaler = {}, None
 
     def _scale(self) -> float:
@@ -59,6 +51,4 @@ class Brought:
 
 
 def _parameters(optimizer: Any) -> list[Any]:
-    from samestep.verification.recording.naming import of_optimizer
-
     return of_optimizer(optimizer)

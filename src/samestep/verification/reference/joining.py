@@ -12,9 +12,6 @@ from torch import Tensor
 from samestep.verification.recording.containers import named_parts, rebuilt
 from samestep.verification.recording.rows import has_items, is_unstacked, rowed
 
-__all__: list[str] = []
-
-
 _JOINED = (Tensor, np.ndarray, list, tuple, Mapping)  # of several parts each: what is anything else is one sample's
 
 

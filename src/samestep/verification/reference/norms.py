@@ -11,8 +11,6 @@ from typing import Any, Protocol
 
 from samestep.instrument.patch import patch
 
-__all__: list[str] = []
-
 
 class Parts(Protocol):
     """Who knows how many samples of the batch at hand come from each rank."""
