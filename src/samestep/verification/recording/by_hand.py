@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -21,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from samestep.instrument.patch import call_site, is_own, is_traced
 from samestep.verification.recording.containers import tensors_of
 from samestep.verification.recording.graph import leaves_of
-from samestep.verification.recording.modes import LooseMode
+from samestep.verification.recording.modes import LooseMode, storage_of
 from samestep.verification.recording.naming import parameters_of, roots
 
 _NO_WRITES = {"requires_grad_", "detach_", "retain_grad", "share_memory_", "rename_"}
@@ -105,13 +104,13 @@ class ByHand:
             self._models[one] = model
 
     def arm(self) -> None:
-        self._storages = {_storage(one) for model in self._due for known in model if (one := known()) is not None}
+        self._storages = {storage_of(one) for model in self._due for known in model if (one := known()) is not None}
         if self._storages:
             self._writes.begin()
 
     def wrote(self, tensors: Iterable[Tensor]) -> None:
         """Something is about to write to tensors: a function of torch, or a collective."""
-        if self._stepping is not None or not any(_storage(one) in self._storages for one in tensors):
+        if self._stepping is not None or not any(storage_of(one) in self._storages for one in tensors):
             return
         frame: Any = sys._getframe(1)  # noqa: SLF001
         while str(frame.f_globals.get("__name__", "")).startswith(_OBSERVERS):
@@ -235,8 +234,3 @@ def is_write(func: Any, name: str) -> bool:
         return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
     in_place = name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
     return in_place or name == "__setitem__" or name in _OPERATORS
-
-
-def _storage(tensor: Tensor) -> int:
-    own = getattr(tensor, "_local_tensor", tensor)
-    return int(own.untyped_storage().data_ptr()) if own.layout == torch.strided else id(own)

@@ -118,13 +118,13 @@ class Inputs:
         return [value for value in values if not any(map(self._is_computed, tensors_of(value)))]
 
     def _is_computed(self, tensor: Any) -> bool:
-        import torch
         from torch.multiprocessing.reductions import StorageWeakRef
+
+        from samestep.verification.recording.modes import is_plain
 
         if tensor.grad_fn is not None:
             return True
-        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-        return is_plain and StorageWeakRef(tensor.untyped_storage()) in self._outputs  # type: ignore[no-untyped-call]
+        return is_plain(tensor) and StorageWeakRef(tensor.untyped_storage()) in self._outputs  # type: ignore[no-untyped-call]
 
     def _note_outputs(self, _: Any, __: Any, result: Any) -> None:
         """Remembers the tensors that a model has returned, also under other names (detach); not beyond their end."""

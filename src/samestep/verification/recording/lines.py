@@ -17,7 +17,7 @@ from torch import Tensor
 from samestep.instrument.patch import is_traced
 from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.containers import tensors_of
-from samestep.verification.recording.modes import LooseMode, line_of
+from samestep.verification.recording.modes import LooseMode, is_plain, line_of, storage_of
 
 FORWARD, GRADIENTS, STEP, EVALUATION = "forward", "gradients", "step", "evaluation"
 _MOST_NUMBERS = 1 << 18  # of a tensor that is kept
@@ -110,19 +110,14 @@ class LineTrace(LooseMode):
 
 def storages_of(tensors: Iterable[Tensor]) -> list[int]:
     """Returns where their numbers lie, as lines tell it; of some it is not known."""
-    return [one.untyped_storage().data_ptr() for one in tensors if _is_plain(one)]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is known where its numbers lie."""
-    return type(tensor) in {Tensor, torch.nn.Parameter} and tensor.layout == torch.strided
+    return [storage_of(one) for one in tensors if is_plain(one)]
 
 
 def _kept(tensor: Tensor) -> dict[str, Any]:
     local = getattr(tensor, "_local_tensor", tensor)
     is_small = local.numel() <= _MOST_NUMBERS
     return {
-        "at": local.untyped_storage().data_ptr() if _is_plain(local) else None,
+        "at": storage_of(local) if is_plain(local) else None,
         "grad": tensor.requires_grad,
         "cut": local is not tensor,
         "shape": list(local.shape),

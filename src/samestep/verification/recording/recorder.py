@@ -62,7 +62,6 @@ class Recorder(Witness):
         self._open: dict[Pass, PassIterator] = {}  # passes that are not over
         self._lengths: dict[str, int | None] = {}  # of loaders
         self._whole: Counter[str] = Counter()  # loader -> passes whose samples are all told
-        self._events = 0
         self._sampled = False
         self._ends = 0
         self._evaluated = 0
@@ -83,7 +82,7 @@ class Recorder(Witness):
         self._averaged: dict[int, dict[str, Any] | None] = {}  # model -> its event of this window; None: several values
         self._told_averaged = 0
         self._loaded_averaged: dict[str, str] = {}
-        self._collected_at = -1  # the event before which models that nobody holds were taken away last
+        self._collected_at = -1  # the window in which models that nobody holds were collected last
         self._evaluates: str | None = None  # the evaluation whose parameters were written last
         self._loaded_at: str | None = None  # where parameters were loaded since the last step
         self._is_fed = False  # a DataLoader has yielded what is trained on
@@ -92,26 +91,24 @@ class Recorder(Witness):
 
     def end(self, error: BaseException | None) -> None:
         self._tell_averaged()
-        if self._datasets and (error is None or isinstance(error, SystemExit)):
-            self._tell_datasets()
+        if error is None or isinstance(error, SystemExit):
+            for key, dataset in self._datasets.items():
+                self._tell_dataset(key, dataset)
         if self.rank == 0 and may_load():
             self.journal.write("may_load")
         super().end(error)
 
     def _note_dataset(self, epoch: LoaderPass) -> None:
         """One that loads in this process is looked at now; one that workers load, when they are gone."""
-        from samestep.verification.recording.datasets import fingerprint
-
-        if epoch.number == 0 and not epoch.loader.num_workers:
-            self.journal.write("fingerprint", key=epoch.key, samples=fingerprint(epoch.loader.dataset))
-        elif epoch.number == 0:
+        if epoch.number == 0 and epoch.loader.num_workers:
             self._datasets[epoch.key] = epoch.loader.dataset
+        elif epoch.number == 0:
+            self._tell_dataset(epoch.key, epoch.loader.dataset)
 
-    def _tell_datasets(self) -> None:
+    def _tell_dataset(self, key: str, dataset: Any) -> None:
         from samestep.verification.recording.datasets import fingerprint
 
-        for key, dataset in self._datasets.items():
-            self.journal.write("fingerprint", key=key, samples=fingerprint(dataset))
+        self.journal.write("fingerprint", key=key, samples=fingerprint(dataset))
 
     # --- data --------------------------------------------------------------------------------
 
@@ -292,8 +289,8 @@ class Recorder(Witness):
 
     def _averages(self) -> dict[str, Any]:
         """Digests of the models that no optimizer holds; not of those that only wait to be collected."""
-        if self._collected_at != self._events and self.optimizers.untrained():
-            self._collected_at = self._events
+        if self._collected_at != self.window and self.optimizers.untrained():
+            self._collected_at = self.window
             gc.collect()
         return digests(self.optimizers.untrained())
 
@@ -391,7 +388,7 @@ class Recorder(Witness):
     def after_backward(self) -> None:
         """Writes down how large one gradient is by now: whether somebody divides it before the step."""
         self.journal.write("accumulated", window=self.window, norm=self.optimizers.probe())
-        self.compressing.settle(self._events)
+        self.compressing.settle(self.window)
         self.end_backward()
         self.trace("gradients")
 
@@ -413,22 +410,13 @@ class Recorder(Witness):
         if self._loaded is not None:
             if by_hand and is_late:
                 self._loaded_buffers = {}  # a forward has changed them
-            states = [one for one in self.optimizers.states() if one["number"] == optimizer.samestep_number]
-            self.journal.write(
-                "resumed",
-                path=self._loaded,
-                event=self._events,
-                optimizers=states,
-                buffers=self._loaded_buffers,
-                averaged=self._loaded_averaged,
-            )
-            self._loaded = None
+            self._note_resumed(optimizer)
         kept = self._keep(lambda: held(gradients), by_all=by_hand) if self._sampled else None
         self.journal.write(
             "step",
             by_hand=by_hand,
             in_group=torch.distributed.is_available() and torch.distributed.is_initialized(),
-            event=self._events,
+            event=self.window,
             optimizer=optimizer.samestep_number,
             window=self.window,
             micro=self.micro,
@@ -446,7 +434,18 @@ class Recorder(Witness):
             unit=self._unit,
         )
         if self._sampled:
-            self.compressing.tell(optimizer, self._events, self._scale())
+            self.compressing.tell(optimizer, self.window, self._scale())
+
+    def _note_resumed(self, optimizer: Any) -> None:
+        self.journal.write(
+            "resumed",
+            path=self._loaded,
+            event=self.window,
+            optimizers=[one for one in self.optimizers.states() if one["number"] == optimizer.samestep_number],
+            buffers=self._loaded_buffers,
+            averaged=self._loaded_averaged,
+        )
+        self._loaded = None
 
     def _scale(self) -> float:
         """By what a scaler has multiplied the loss of this window."""
@@ -462,24 +461,17 @@ class Recorder(Witness):
         """Writes down what has become of the parameters, and ends the rank when that was enough."""
         import torch
 
-        if self.is_preparing or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self.ends_step(optimizer):
             return
-        if self.leaves_out(optimizer):
-            self.forget_backward()
-            return
-        self.end_trace()
-        if self.path is not None:
-            self.path.close(self.window)
         if self.sources is not None:
             self.sources.end_step()
         optimizer.samestep_steps += 1
         after = digests(self.optimizers.parameters(optimizer))
-        self.journal.write("stepped", event=self._events, optimizer=optimizer.samestep_number, parameters=after)
+        self.journal.write("stepped", event=self.window, optimizer=optimizer.samestep_number, parameters=after)
         if self._sampled:
             kept, evaluations = self._keep(lambda: self.optimizers.updated(optimizer)), optimizer.samestep_evaluations
             carried = self.optimizers.state_digests(optimizer)
-            self.journal.write("updated", event=self._events, kept=kept, evaluations=evaluations, carried=carried)
-        self._events += 1
+            self.journal.write("updated", event=self.window, kept=kept, evaluations=evaluations, carried=carried)
         self.window += 1
         self.trace_samples()
         self._last_micro = self.micro or 1
@@ -493,14 +485,14 @@ class Recorder(Witness):
         begun = self._limit.reached
         is_over = self._limit.stepped(self.optimizers.taken(optimizer, begun))
         if self._limit.reached and not begun:
-            self.journal.write("enough", event=self._events)
+            self.journal.write("enough", event=self.window)
         if is_over:
             for name in self._limit.fed:
                 self._tell_rest(name)
             raise StopRecording(0)
         if self.rank == 0 and self.order.get("killed_at") == optimizer.samestep_steps:
             kill_once_saved(Path(self.order["saves"]), self.journal)
-        if self.rank == 0 and self.order.get("killed_behind") == self._events:
+        if self.rank == 0 and self.order.get("killed_behind") == self.window:
             kill(self.journal)
 
     @classmethod
@@ -574,7 +566,7 @@ class Recorder(Witness):
                     fields["state"] = self.optimizers.digests() | told
             else:
                 self._loaded = fields["path"]
-        self.journal.write(kind, window=self.window, event=self._events, **fields)
+        self.journal.write(kind, window=self.window, event=self.window, **fields)
 
     def on_dropout(self, values: Any) -> None:
         """Writes down, once a window, from which state a mask would have been drawn.

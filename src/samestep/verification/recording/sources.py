@@ -16,8 +16,9 @@ import torch
 
 from samestep.instrument.patch import call_site, is_own, is_traced, patch
 from samestep.verification.journal import TraceWriter
+from samestep.verification.recording.by_hand import is_write
 from samestep.verification.recording.containers import tensors_of
-from samestep.verification.recording.modes import LooseMode
+from samestep.verification.recording.modes import LooseMode, storage_of
 
 _MOST = 1 << 16  # draws, and lines of texts that are hashed
 _MOST_WRITES = 8  # to one parameter: the last ones
@@ -72,13 +73,11 @@ class SourceTrace(LooseMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls, and keeps where it writes to what may be a parameter."""
-        from samestep.verification.recording.by_hand import is_write
-
         name = getattr(func, "__name__", "")
         if not self._is_stepping and is_write(func, name) and not is_traced():
             for one in tensors_of(args[0] if args else None):
                 if (one.layout == torch.strided and not one.requires_grad) or one.is_leaf:
-                    known = self._writes.setdefault(_storage(one), [])
+                    known = self._writes.setdefault(storage_of(one), [])
                     known.append((self._window(), call_site(sys._getframe(1))))  # noqa: SLF001
                     del known[:-_MOST_WRITES]
         return func(*args, **(kwargs or {}))
@@ -95,14 +94,10 @@ class SourceTrace(LooseMode):
         for name, one in self._parameters().items():
             data = getattr(one, "data", one)
             if isinstance(data, torch.Tensor) and data.layout == torch.strided:
-                self._names[_storage(data)] = name
+                self._names[storage_of(data)] = name
 
     def end_step(self) -> None:
         self._is_stepping = False
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
 
 
 def _is_a_wrapper(frame: FrameType) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from samestep.instrument.patch import is_own, is_traced
 from samestep.verification.recording.containers import tensors_of
-from samestep.verification.recording.modes import LooseMode
+from samestep.verification.recording.modes import LooseMode, is_plain
 
 # What takes data into a model: products, convolutions, and rows of a table.
 _FORWARDS = {
@@ -57,8 +57,8 @@ class ParameterUses(LooseMode):
         return func(*args, **kwargs)
 
     def _look(self, given: list[Any]) -> None:
-        known = {one.data_ptr() for one in self._parameters() if _is_plain(one)}
-        tensors = list(filter(_is_plain, tensors_of(given)))
+        known = {one.data_ptr() for one in self._parameters() if is_plain(one)}
+        tensors = list(filter(is_plain, tensors_of(given)))
         data = tuple(one for one in tensors if one.data_ptr() not in known)
         if data and len(data) < len(tensors) and not self._is_of_step():
             self._used(data)
@@ -72,7 +72,3 @@ class ParameterUses(LooseMode):
         while frame is not None and not is_own(frame.f_code.co_filename):
             frame = frame.f_back
         return frame is None or (frame.f_code is writes[0] and frame.f_lineno <= writes[1])
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in {Tensor, torch.nn.Parameter} and tensor.layout == torch.strided

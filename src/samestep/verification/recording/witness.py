@@ -176,9 +176,17 @@ class Witness(Observer, Callbacks):
         """Whether this run takes no notice of an optimizer: one rank trains a model of its own with it."""
         return hasattr(optimizer, "samestep_left_out")
 
-    def forget_backward(self) -> None:
-        """The backward passes since the last step were those of an optimizer that is left out."""
-        self.is_open, self.micro, self._trained = False, 0, None
+    def ends_step(self, optimizer: Any) -> bool:
+        """Ends the traces of a step that was taken; returns whether it is the script's own, and not left out."""
+        if self.is_preparing:
+            return False
+        if self.leaves_out(optimizer):  # so were the backward passes since the last step
+            self.is_open, self.micro, self._trained = False, 0, None
+            return False
+        self.end_trace()
+        if self.path is not None:
+            self.path.close(self.window)
+        return True
 
     def begin_backward(self, outputs: Any, inputs: list[Any] | None = None) -> None:
         """A backward begins, or gradients of `inputs` have come: the script may be one that steps by its own code."""

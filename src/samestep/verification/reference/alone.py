@@ -451,14 +451,8 @@ class Alone(Witness):
 
     def after_step(self, optimizer: Any) -> None:
         """Keeps the update where the ranks' is kept, counts, and ends where the recording has ended."""
-        if self.is_preparing:
+        if not self.ends_step(optimizer):
             return
-        if self.leaves_out(optimizer):
-            self.forget_backward()
-            return
-        self.end_trace()
-        if self.path is not None:
-            self.path.close(self.window)
         self._updates.after()
         if self._is_compared() and self._turns == 1:
             states = {name: self._locals(state) for name, state in state_of(self.optimizers).items()}
