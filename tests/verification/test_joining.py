@@ -14,6 +14,7 @@ import torch
 
 from samestep.verification.recording import rows
 from samestep.verification.recording.adjusting import doubled
+from samestep.verification.recording.containers import mapped
 from samestep.verification.reference.joining import UnjoinableError, joined, permuted
 
 

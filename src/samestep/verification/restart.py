@@ -27,11 +27,7 @@ _NOTHING_LOADED = "killed behind a save and started again, the script loads noth
 def judge(runner: Runner, record: Record, how: dict[str, Any], report: Report) -> None:
     """Starts a script twice that saves while it trains, and has code to load, and judges how the second start goes on.
 
-    Args:
-        runner: of the script.
-        record: of its ranks, without a stop.
-        how: what that recording was asked for.
-        report: to add to; one with errors stays as it is.
+    `record` is of the ranks without a stop, and `how` what that recording was asked for.
     """
     if report.errors or report.coverage.get("checkpoint") != unchecked(storage.NOT_LOADED):
         return

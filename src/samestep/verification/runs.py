@@ -84,14 +84,9 @@ def run(
     """Runs the script on so many ranks, each watched by `observer`, which finds `order` in SAMESTEP_VERIFY.
 
     Args:
-        script: to run.
-        ranks: how many.
         folder: for everything that it leaves; made here.
         observer: "package.module:Name".
-        order: what the observer is told, beside the folder.
         still_s: seconds without a sign of life until it counts as hung.
-        threads: that each process may use.
-        variables: more environment variables.
         fork_server: has imported torch for so many threads, and starts the run; fresh interpreters without one.
         progress: called again and again with the folder, and the seconds without a sign of life.
     """

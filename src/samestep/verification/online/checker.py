@@ -31,6 +31,7 @@ from samestep.verification.online.outcome import CHECKED, FINDINGS, NOT_CHECKED
 from samestep.verification.online.policy import OnlineRules
 from samestep.verification.online.samples import TrainedSamples, sampler_of
 from samestep.verification.online.tracking import KEPT, CallStream, EventStream, TrackedModels, TrackedOptimizer
+from samestep.verification.recording.optimizers import rates_of
 from samestep.verification.report import finding_lines
 
 
@@ -198,7 +199,7 @@ class Checker(Observer, Callbacks):
     def _write(self, optimizer: Any, tracked: TrackedOptimizer) -> None:
         parameters, gradients, values = tracked.values(optimizer)
         models, streams = self._models, [self._calls, self._scalers, self._schedules, self._models.wraps]
-        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        rates = rates_of(optimizer)
         summary = StepSummary(
             optimizer=tracked.number,
             step=tracked.steps,

@@ -12,7 +12,8 @@ import xxhash
 from samestep.instrument.collective_call import BETWEEN_TWO, UNEVEN, CollectiveCall, group_name, root_of
 from samestep.runtime.digest import digest, digest_of_bytes
 from samestep.verification.journal import Event, place_of
-from samestep.verification.recording.naming import bare, names_of, of_optimizer
+from samestep.verification.recording.naming import bare, held_by, of_optimizer
+from samestep.verification.recording.optimizers import digests
 
 KEPT = 64  # events of a kind, among which the first that differs is looked for
 AT_FIRST = 32 << 20  # bytes of parameters in the first summary, and of gradients as many
@@ -162,8 +163,6 @@ class TrackedOptimizer:
 
     def values(self, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Returns digests of parameters and of gradients, and what a summary says of them."""
-        from samestep.verification.recording.optimizers import digests
-
         known = self._parameters(optimizer)
         picked = {name: known[name] for name in round_robin(known, self._summaries)}
         parameters, gradients = digests(picked), digests({name: one.grad for name, one in picked.items()})
@@ -185,8 +184,8 @@ class TrackedOptimizer:
         """Name -> parameter, sorted: ranks may give their optimizers one set in several orders."""
         parameters = of_optimizer(optimizer)
         if len(self._names) != len(parameters):
-            known = names_of(parameters)
-            self._names = [known.get(id(one), f"parameter {i}") for i, one in enumerate(parameters)]
+            held = held_by(parameters)
+            self._names = [next(iter(held.get(id(one), ())), f"parameter {i}") for i, one in enumerate(parameters)]
         return dict(sorted(zip(self._names, parameters, strict=True)))
 
 

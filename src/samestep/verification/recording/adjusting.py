@@ -6,21 +6,15 @@ Every run saves into a folder of its own: the second must not resume from what t
 from __future__ import annotations
 
 import functools
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from samestep.instrument.patch import Group, install
 from samestep.runtime.digest import digest_of_bytes
-from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.containers import mapped
-from samestep.verification.recording.restarting import kill
-
-_MAX_LOOKS = 1000  # looks for a checkpoint: 20 s
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 _pipelines_in_float64 = Group()
 
@@ -49,7 +43,7 @@ def _replicated(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, 
         kwargs = _without(kwargs, "compress", "average_every")
     changed = {"batchnorm": "local"} if order.get("virtual_ranks") else {}
     if order.get("ordered") and kwargs.get("compress") is None:
-        changed["reduce"] = "ordered"
+        changed["reduce"] = "ordered"  # as codecs always do: the order in which three ranks add shows in the bits
     return args, kwargs | changed
 
 
@@ -63,7 +57,7 @@ def _planned(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if order.get("one"):
         kwargs = _without(kwargs, "devices")
     plan = kwargs["plan"] if "plan" in kwargs else args[2] if len(args) > 2 else None
-    if plan is not None:  # stages by hand have as many in every run
+    if plan is not None:  # which is made of times, so it differs from run to run; stages by hand do not
         plan = replace(plan, micro_batches=order["micro_batches"])
     return args[:2], kwargs | {"plan": plan}
 
@@ -92,14 +86,6 @@ def _elsewhere(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, A
     place.parent.mkdir(parents=True, exist_ok=True)
     often = {"every": order["every"]} if order.get("every") else {}
     return (place, *args[1:]), _without(kwargs, "path") | often
-
-
-def kill_once_saved(saves: Path, journal: TraceWriter) -> None:
-    """Kills this process, as kill -9 does, when a checkpoint is there; waits a while for one that is being saved."""
-    for _ in range(_MAX_LOOKS):
-        if any(saves.glob("*/step-*")):
-            kill(journal)
-        time.sleep(0.02)
 
 
 def _cast(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

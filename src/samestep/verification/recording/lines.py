@@ -40,9 +40,7 @@ _LEFT_OUT = _UNFILLED | {
 class LineTrace(LooseMode):
     """Keeps results in memory while it is active, and writes them down when it ends.
 
-    Args:
-        journal: to write to.
-        whole_numbers: whether results without a fraction are kept too, as the numbers of samples are.
+    With `whole_numbers` it keeps results without a fraction too, as the numbers of samples are.
     """
 
     def __init__(self, journal: TraceWriter, *, whole_numbers: bool = False) -> None:

@@ -25,11 +25,7 @@ _made: list[list[tuple[weakref.ref[Any], Lines]]] = []  # one list, once modules
 
 
 def remember(module: Any) -> None:
-    """Remembers modules from now on, also those that are copied or read from a file.
-
-    Args:
-        module: torch.nn.modules.module.
-    """
+    """Remembers modules from now on, also copied ones and those read from a file; `module` is torch.nn.modules.module."""
     made: list[tuple[weakref.ref[Any], Lines]] = []
 
     def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
@@ -88,18 +84,6 @@ def parameters_of(root: nn.Module) -> list[Tensor]:
         return []
 
 
-def names_of(parameters: Iterable[Tensor]) -> dict[int, str]:
-    """Returns id -> name of the parameters that a model which is alive holds; names are those of the bare model."""
-    wanted = {id(parameter) for parameter in parameters}
-    names: dict[int, str] = {}
-    for number, root in enumerate(found := [one for one in roots() if _holds(one, wanted)]):
-        prefix = f"model {number + 1}: " if len(found) > 1 else ""
-        for name, parameter in root.named_parameters():
-            if id(parameter) in wanted:
-                names.setdefault(id(parameter), prefix + bare(name))
-    return names
-
-
 def made_at(parameters: Iterable[Any]) -> list[Lines]:
     """Returns the lines that made the module of each parameter, and the model that it is a part of."""
     made, nowhere = lines(), ("", "")
@@ -124,8 +108,7 @@ def held_by(parameters: Iterable[Tensor]) -> dict[int, dict[str, Any]]:
     """Returns id -> name -> parameter: itself, or the slices of models in FullyShardedDataParallel that it holds."""
     wanted = {id(parameter) for parameter in parameters}
     held: dict[int, dict[str, Any]] = {}
-    for number, root in enumerate(found := [one for one in roots() if _holds(one, wanted)]):
-        prefix = f"model {number + 1}: " if len(found) > 1 else ""
+    for prefix, root in _holders(wanted):
         of_root: dict[int, dict[str, Any]] = {}
         for name, one in named(root):
             of_root.setdefault(owner_of(one), {})[prefix + name] = one
@@ -167,6 +150,12 @@ def _holds(module: nn.Module, wanted: set[int]) -> bool:
     return any(owner_of(parameter) in wanted for _, parameter in named(module))
 
 
+def _holders(wanted: set[int]) -> list[tuple[str, nn.Module]]:
+    """The models that hold any of the parameters, and what their names begin with where there are several models."""
+    found = [one for one in roots() if _holds(one, wanted)]
+    return [(f"model {number}: " if len(found) > 1 else "", root) for number, root in enumerate(found, 1)]
+
+
 def buffers_of(parameters: Iterable[Tensor], *, evaluating: bool = False) -> dict[str, Tensor]:
     """Returns the buffers of the models that hold any of the parameters, by name; or those of evaluating modules."""
     wanted = {id(parameter) for parameter in parameters}
@@ -180,10 +169,9 @@ def buffers_of(parameters: Iterable[Tensor], *, evaluating: bool = False) -> dic
 def others_of(parameters: Iterable[Tensor], known: Iterable[Tensor]) -> dict[str, Any]:
     """Returns the trained parameters, by name, of the models that hold any of `parameters`, which are not `known`."""
     wanted, held = {id(parameter) for parameter in parameters}, {id(parameter) for parameter in known}
-    found = [one for one in roots() if _holds(one, wanted)]
     return {
-        (f"model {number + 1}: " if len(found) > 1 else "") + name: parameter
-        for number, root in enumerate(found)
+        prefix + name: parameter
+        for prefix, root in _holders(wanted)
         for name, parameter in named(root)
         if parameter.requires_grad and owner_of(parameter) not in held
     }

@@ -53,7 +53,7 @@ class Optimizers:
         return [optimizer for made in self._made if (optimizer := made()) is not None]
 
     def rates(self) -> list[float]:
-        return [float(group["lr"]) for optimizer in self.all for group in optimizer.param_groups if "lr" in group]
+        return [rate for optimizer in self.all for rate in rates_of(optimizer)]
 
     def add(self, optimizer: Any, where: str) -> None:
         """Numbers an optimizer, unless it has its number."""
@@ -201,13 +201,14 @@ class Optimizers:
             # a parameter without numbers here (FSDP1: another rank has them) has no state, or the counters of one
             states = [state for key, state in optimizer.state.items() if not hasattr(key, "numel") or key.numel()]
             kept = sorted(digest(tensor) for _, tensor in named_tensors(states))
-            rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
             names = [
                 name
                 for name, one in self.parameters(optimizer).items()
                 if getattr(one, "owner", one) in optimizer.state
             ]
-            told.append({"number": optimizer.samestep_number, "state": kept, "rates": rates, "names": names})
+            told.append(
+                {"number": optimizer.samestep_number, "state": kept, "rates": rates_of(optimizer), "names": names}
+            )
         return told
 
     def state_digests(self, optimizer: Any) -> dict[str, list[str]]:
@@ -216,15 +217,8 @@ class Optimizers:
         states = {name: optimizer.state[one] for name, one in named.items() if one in optimizer.state}
         return {name: sorted(digest(tensor) for _, tensor in named_tensors(state)) for name, state in states.items()}
 
-    def orphans(self) -> list[str]:
-        """Returns the parameters that have a gradient, and no optimizer."""
-        return [name for name, _ in self._unheld()]
-
-    def left_out(self) -> list[str]:
-        """Returns those of them whose model is trained otherwise."""
-        return [name for name, trained in self._unheld() if trained]
-
-    def _unheld(self) -> list[tuple[str, bool]]:
+    def unheld(self) -> list[tuple[str, bool]]:
+        """Returns the parameters that have a gradient and no optimizer, and whether one holds others of their model."""
         held = {id(parameter) for parameter in self._every_parameter()}
         found = []
         for root in roots():
@@ -251,6 +245,10 @@ class Optimizers:
         held = {id(parameter) for parameter in self._every_parameter()}
         states = [id(parameter) for optimizer in self.all for parameter in optimizer.state]
         return not any(self.beside(optimizer) for optimizer in self.all) and (not states or held <= set(states))
+
+
+def rates_of(optimizer: Any) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

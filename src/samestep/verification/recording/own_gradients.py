@@ -15,11 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class OwnGradients:
-    """Sums them up.
-
-    Args:
-        wanted: whether they are kept now.
-    """
+    """Sums them up, while they are `wanted`."""
 
     def __init__(self, wanted: Callable[[], bool]) -> None:
         self._wanted = wanted

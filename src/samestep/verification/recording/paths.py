@@ -24,12 +24,7 @@ Entry = tuple[int, Any]  # number of the place, and what was taken out of a tens
 
 
 class PathTrace(LooseMode):
-    """Keeps it in memory, and writes it down when the script ends.
-
-    Args:
-        journal: to write to.
-        rates: returns the learning rates of all optimizers.
-    """
+    """Keeps it in memory, and writes it down when the script ends; `rates` returns those of all optimizers."""
 
     def __init__(self, journal: TraceWriter, rates: Callable[[], list[float]]) -> None:
         super().__init__()

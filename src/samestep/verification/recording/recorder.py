@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any
 from samestep.instrument.callbacks import LoadedBatch, LoaderPass, PassIterator
 from samestep.instrument.collective_call import CollectiveCall
 from samestep.instrument.patch import call_site
+from samestep.instrument.training import watch_bare_forward
 from samestep.launch.rank.observers import RankContext
 from samestep.rankenv import variable
 from samestep.runtime.digest import digest, digest_of_bytes
 from samestep.verification.journal import SPAWNED
-from samestep.verification.recording.adjusting import kill_once_saved
 from samestep.verification.recording.chance import MOST_BEFORE, ORDERING, keep, note_order
 from samestep.verification.recording.compressing import Compressing
 from samestep.verification.recording.containers import mapped, named_tensors
 from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.recording.limit import Limit, Pass
 from samestep.verification.recording.naming import bare, made_at, named, roots
-from samestep.verification.recording.optimizers import digests, held, settings_of
-from samestep.verification.recording.restarting import kill, may_load
+from samestep.verification.recording.optimizers import digests, held, rates_of, settings_of
+from samestep.verification.recording.restarting import kill, kill_once_saved, may_load
 from samestep.verification.recording.witness import StopRecording, Witness
 
 if TYPE_CHECKING:
@@ -324,7 +324,6 @@ class Recorder(Witness):
 
     def on_wrap(self, kind: str, model: Any, where: str, ranks: list[int] | None = None) -> None:
         """Writes down the order in which a model's parameters are registered, which DistributedDataParallel trusts."""
-        from samestep.instrument.training import watch_bare_forward
         from samestep.verification.recording.flat import why_unknown
 
         if kind == "DistributedDataParallel":
@@ -412,6 +411,7 @@ class Recorder(Witness):
                 self._loaded_buffers = {}  # a forward has changed them
             self._note_resumed(optimizer)
         kept = self._keep(lambda: held(gradients), by_all=by_hand) if self._sampled else None
+        unheld = self.optimizers.unheld() if self.window <= 1 else []
         self.journal.write(
             "step",
             by_hand=by_hand,
@@ -421,13 +421,13 @@ class Recorder(Witness):
             window=self.window,
             micro=self.micro,
             where=call_site(_frame()),
-            rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            rates=rates_of(optimizer),
             settings=[settings_of(group) for group in optimizer.param_groups],
             gradients=digests(gradients),
             parameters=digests(parameters | self.optimizers.beside(optimizer)),
             probe=self.optimizers.probe(),
-            orphans=self.optimizers.orphans() if self.window <= 1 else [],
-            left_out=self.optimizers.left_out() if self.window <= 1 else [],
+            orphans=[name for name, _ in unheld],
+            left_out=[name for name, is_trained in unheld if is_trained],
             empty_groups=sum(not group["params"] for group in optimizer.param_groups),
             kept=kept,
             own=self._keep_own(parameters) if self._sampled else None,

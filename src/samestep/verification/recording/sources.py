@@ -27,13 +27,7 @@ _OF_GENERATORS = (*_SILENT, "sample", "choice", "randint", "randrange", "uniform
 
 
 class SourceTrace(LooseMode):
-    """Keeps them in memory, and writes them down when the script ends.
-
-    Args:
-        journal: to write to.
-        parameters: returns the parameters of all optimizers, by name.
-        window: returns the number of the window at hand.
-    """
+    """Keeps them in memory, and writes them down when the script ends; `parameters` returns all that are trained."""
 
     def __init__(
         self, journal: TraceWriter, parameters: Callable[[], dict[str, Any]], window: Callable[[], int]

@@ -30,13 +30,7 @@ def run_as_one_rank(process: Any, size: int) -> None:
 
 
 def for_one_rank(function: Any, arguments: tuple[Any, ...], size: int) -> tuple[Any, ...]:
-    """Returns the arguments of one of `size` ranks for a world of one.
-
-    Args:
-        function: what each rank runs.
-        arguments: its positional arguments.
-        size: how many ranks the script starts.
-    """
+    """Returns the positional arguments of a function that each of `size` ranks runs, for a world of one."""
     try:
         names = list(inspect.signature(function).parameters)
         source = Path(inspect.getsourcefile(function) or "").read_text(encoding="utf-8")

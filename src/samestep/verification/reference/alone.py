@@ -16,6 +16,7 @@ from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 from samestep.instrument.callbacks import LoaderPass, PassIterator
+from samestep.instrument.dataloader import samplers_of
 from samestep.instrument.patch import call_site, on_import
 from samestep.launch.rank.observers import RankContext
 from samestep.rankenv import variable
@@ -23,11 +24,13 @@ from samestep.runtime.digest import digest
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.judging.samples import cut_after_loading, passes
+from samestep.verification.recording.chance import are_whole, as_tensor, joined
 from samestep.verification.recording.naming import trained_of
-from samestep.verification.recording.optimizers import digests, state_of, uncut
+from samestep.verification.recording.optimizers import digests, rates_of, state_of, uncut
 from samestep.verification.recording.spawning import for_one_rank, run_as_one_rank, target_of
 from samestep.verification.recording.witness import StopRecording, Witness
 from samestep.verification.reference.brought import Brought
+from samestep.verification.reference.norms import slice_norms
 from samestep.verification.reference.updates import UpdateReplay
 
 _FURTHER = 20  # steps that a script alone takes beyond those after which a rank has failed
@@ -78,7 +81,7 @@ class Alone(Witness):
         self.begin_watching()
         if self.record.is_by_hand:
             on_import("torch.nn.modules.module", self._watch_models)
-        self._slice_norms()
+        on_import("torch.nn.modules.batchnorm", lambda module: slice_norms(module, lambda: self.sizes))
 
     def _training_passes(self) -> dict[tuple[str, int], list[list[Event]]]:
         """Key and number of a pass -> the chosen ranks' batches."""
@@ -124,7 +127,6 @@ class Alone(Witness):
     def on_pass(self, epoch: LoaderPass, own: PassIterator) -> Iterator[Any]:
         """Yields what the ranks have used together, where they have trained on it."""
         from samestep.data.iterable import dataset_length
-        from samestep.instrument.dataloader import samplers_of
 
         self.evaluations.begin_pass(epoch.key, epoch.number)
         parts = self._replayed.get((epoch.key, epoch.number))
@@ -411,8 +413,7 @@ class Alone(Witness):
             return
         number = getattr(optimizer, "samestep_number", 0)
         self._compares = self._begins_as_theirs(optimizer)
-        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        self.journal.write("rates", event=self._event, optimizer=number, rates=rates)
+        self.journal.write("rates", event=self._event, optimizer=number, rates=rates_of(optimizer))
         if self._is_compared():
             event, turn = divmod(self._event, self._turns)
             kept, used = self._keep_gradients(optimizer), None
@@ -498,8 +499,6 @@ class Alone(Witness):
         return found
 
     def on_random(self, name: str, where: str, value: Any) -> Any:
-        from samestep.verification.recording.chance import are_whole, as_tensor, joined
-
         if self.optimizers.all and not self.is_loading:
             self.evaluations.drew(value)
         if self.is_elsewhere:
@@ -528,8 +527,6 @@ class Alone(Witness):
 
     def _drawn_in_turn(self, name: str, place: str, value: Any) -> Any:
         """What one rank has drawn in a step, in that of this process which stands for the rank's."""
-        from samestep.verification.recording.chance import joined
-
         step, turn = divmod(self.window, self._turns)
         rank = self._ranks[turn]
         held = self._drawn.get(f"{step}|{place.partition('|')[2]}", [])
@@ -540,8 +537,6 @@ class Alone(Witness):
     def _drawn_one_by_one(self, where: str, value: Any) -> Any:
         """What a rank has drawn for a micro-batch, where this process has those of one rank after the other's."""
         import torch
-
-        from samestep.verification.recording.chance import joined
 
         trains = torch.is_grad_enabled()
         held = self._sequences.get((where, trains))
@@ -571,13 +566,6 @@ class Alone(Witness):
                     theirs = found.setdefault((where, event["trains"]), {})
                     theirs.setdefault(rank.number, []).append(event["kept"])
         return found
-
-    # --- normalisation -----------------------------------------------------------------------
-
-    def _slice_norms(self) -> None:
-        from samestep.verification.reference.norms import slice_norms
-
-        on_import("torch.nn.modules.batchnorm", lambda module: slice_norms(module, self))
 
 
 def _last(record: Record) -> int | None:

@@ -14,25 +14,17 @@ from samestep.verification.recording.optimizers import uncut
 
 
 class Brought:
-    """Copies, at the recorded steps whose gradients were compressed, or at all.
-
-    Args:
-        recorded: the first rank.
-        always: at all steps.
-
-    Attributes:
-        scaler: that has multiplied the loss of this step; None without one.
-    """
+    """Copies, at the steps whose gradients the first rank has `recorded` as compressed, or `always`."""
 
     def __init__(self, recorded: Rank, *, always: bool = False) -> None:
         self._always = always
         self._events = {event["event"] for event in recorded.of("compressed")}
-        self.scaler: Any = None
+        self.scaler: Any = None  # that has multiplied the loss of this step
         self._copies: dict[int, Any] = {}
 
     def note(self, event: int, optimizers: Iterable[Any]) -> None:
         if self._always or event in self._events:
-            gradients = {id(one): one.grad for each in optimizers for one in _parameters(each)}
+            gradients = {id(one): one.grad for each in optimizers for one in of_optimizer(each)}
             scale = self._scale()
             self._copies = {key: uncut(one).detach() / scale for key, one in gradients.items() if one is not None}
 
@@ -48,7 +40,3 @@ class Brought:
 
     def _scale(self) -> float:
         return float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
-
-
-def _parameters(optimizer: Any) -> list[Any]:
-    return of_optimizer(optimizer)
