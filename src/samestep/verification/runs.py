@@ -83,12 +83,9 @@ def run(
 ) -> Ended:
     """Runs the script on so many ranks, each watched by `observer`, which finds `order` in SAMESTEP_VERIFY.
 
-    Args:
-        folder: for everything that it leaves; made here.
-        observer: "package.module:Name".
-        still_s: seconds without a sign of life until it counts as hung.
-        fork_server: has imported torch for so many threads, and starts the run; fresh interpreters without one.
-        progress: called again and again with the folder, and the seconds without a sign of life.
+    Everything that the run leaves is in `folder`, which is made here. It counts as hung after `still_s` seconds without
+    a sign of life; `progress` is called again and again with the folder and these seconds. The fork server has imported
+    torch for so many threads, and starts the run; without one, fresh interpreters do.
     """
     folder.mkdir(parents=True)
     arguments = [

@@ -25,7 +25,7 @@ _made: list[list[tuple[weakref.ref[Any], Lines]]] = []  # one list, once modules
 
 
 def remember(module: Any) -> None:
-    """Remembers modules from now on, also copied ones and those read from a file; `module` is torch.nn.modules.module."""
+    """Remembers modules from now on, also those that are copied or read from a file."""
     made: list[tuple[weakref.ref[Any], Lines]] = []
 
     def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
