@@ -178,7 +178,6 @@ class Checker(Observer, Callbacks):
 
     @disable_on_error
     def after_step(self, optimizer: Any) -> None:
-        """Counts the step; rank 0 looks for summaries."""
         self._tracked(optimizer).steps += 1
         self._window += 1
         self._recent.clear()

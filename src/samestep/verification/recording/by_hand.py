@@ -11,12 +11,13 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from samestep.instrument.callbacks import Callbacks
 from samestep.instrument.patch import call_site, is_own, is_traced
 from samestep.verification.recording.containers import tensors_of
 from samestep.verification.recording.graph import leaves_of
@@ -42,14 +43,6 @@ class HandWritten:
         return [{"params": [one for known in self._parameters if (one := known()) is not None]}]
 
 
-class Listener(Protocol):
-    """Whom such steps are told, as those of torch's optimizers are."""
-
-    def on_optimizer(self, optimizer: Any, where: str) -> None: ...
-    def before_step(self, optimizer: Any) -> None: ...
-    def after_step(self, optimizer: Any) -> None: ...
-
-
 _BETWEEN = "samestep.instrument."  # stands between the script and what it calls
 _OBSERVERS = (_BETWEEN, "samestep.verification.recording.")
 
@@ -57,7 +50,7 @@ _OBSERVERS = (_BETWEEN, "samestep.verification.recording.")
 class ByHand:
     """Finds such steps in one process, and tells of them."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Callbacks) -> None:
         self._listener = listener
         self._models: Any = WeakIdKeyDictionary()  # parameter -> the trained parameters of its model, weakly
         self._made: Any = WeakIdKeyDictionary()  # a first parameter -> all that begin with it
@@ -203,7 +196,6 @@ class _Writes(LooseMode):
         self.leave()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Looks at what a call writes to, before it is made."""
         kwargs = kwargs or {}
         if self._is_active and not is_traced():
             name = getattr(func, "__name__", "")

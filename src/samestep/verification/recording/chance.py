@@ -80,7 +80,7 @@ def as_tensor(value: Any) -> Any:
         return None
 
 
-def joined(name: str, own: Any, parts: list[Any], *, strided: bool = False) -> Any | None:
+def joined_draws(name: str, own: Any, parts: list[Any], *, strided: bool = False) -> Any | None:
     """Returns what the ranks have drawn, as one process would have drawn it; None where that cannot be.
 
     Args:

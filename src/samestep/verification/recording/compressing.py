@@ -70,7 +70,6 @@ class _Model:
         self._digests: dict[str, str] = {}
 
     def take(self, axis: Any, bucket: Any) -> None:
-        """Looks at a bucket before anything of it is sent."""
         if bucket.index() == 0:
             self._begin(self._compression(), axis)
         self._is_due = bucket.is_last()

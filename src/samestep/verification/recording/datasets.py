@@ -100,7 +100,6 @@ def _seeded_equally() -> Iterator[None]:
 
 
 def sample_digest(sample: Any) -> str:
-    """Returns what tells one sample of a dataset from another."""
     whole = xxhash.xxh3_64()
     for leaf in leaves(sample):
         whole.update(_bytes_of(leaf))

@@ -193,13 +193,11 @@ class Evaluations:
             self._journal.write("buffers", phase=self._name, key=key, number=number, digests=digests)
 
     def printed(self, text: Callable[[], str], where: str) -> None:
-        """Writes down what is printed of an evaluation."""
         if self._is_recent:
             self._has_run = False
             self._journal.write("printed", text=text(), where=where, **self._about())
 
     def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
-        """Writes down what a collective has brought."""
         if not self._is_recent or call["op"] in _BRING_NOTHING:
             return
         told: dict[str, Any] = {key: call[key] for key in ("op", "where", "reduce", "group")}

@@ -65,7 +65,6 @@ class LineTrace(LooseMode):
             self._journal.write("lines", kept=kept)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls, and keeps what it brings."""
         result = func(*args, **(kwargs or {}))
         if self.segment is not None and not self._is_busy and not is_traced():
             name = getattr(func, "__name__", "")

@@ -215,5 +215,4 @@ def _persistent(root: nn.Module, *, evaluating: bool = False) -> Iterator[tuple[
 
 
 def of_optimizer(optimizer: Any) -> list[Tensor]:
-    """Returns an optimizer's parameters, in its order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

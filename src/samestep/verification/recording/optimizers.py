@@ -79,7 +79,6 @@ class Optimizers:
         return hasattr(optimizer, "returned")
 
     def gradients(self, optimizer: Any) -> dict[str, Any]:
-        """Returns name -> gradient, None where there is none."""
         returned = getattr(optimizer, "returned", {})
         parameters = self.parameters(optimizer).items()
         return {name: returned.get(id(one)) if one.grad is None else one.grad for name, one in parameters}

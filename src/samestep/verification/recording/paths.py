@@ -46,7 +46,6 @@ class PathTrace(LooseMode):
         self._journal.write("path", kept=self._journal.keep(told))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls, and keeps where that was."""
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if self._count < _MOST_ENTRIES and name not in _NO_PLACES and not is_traced():

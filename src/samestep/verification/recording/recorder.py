@@ -458,7 +458,6 @@ class Recorder(Witness):
         return self.journal.keep(value())
 
     def after_step(self, optimizer: Any) -> None:
-        """Writes down what has become of the parameters, and ends the rank when that was enough."""
         import torch
 
         if torch.compiler.is_compiling() or not self.ends_step(optimizer):
@@ -592,7 +591,6 @@ class Recorder(Witness):
             self.journal.write("mask", window=self.window, number=self._masks, of=of, state=state, where=where)
 
     def on_random(self, name: str, where: str, value: Any) -> Any:
-        """Writes down what the script draws while it trains."""
         if self.sources is not None:
             self.sources.drew()
         if self.is_loading and name in ORDERING:

@@ -66,7 +66,6 @@ class SourceTrace(LooseMode):
         return original(value)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls, and keeps where it writes to what may be a parameter."""
         name = getattr(func, "__name__", "")
         if not self._is_stepping and is_write(func, name) and not is_traced():
             for one in tensors_of(args[0] if args else None):

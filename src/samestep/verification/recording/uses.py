@@ -45,7 +45,6 @@ class ParameterUses(LooseMode):
         self._is_busy = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Looks at what a call is given, before it is made."""
         kwargs = kwargs or {}
         is_looked_at = not (torch.is_grad_enabled() or self._is_busy) and not is_traced()
         if is_looked_at and getattr(func, "__name__", "") in _FORWARDS:

@@ -313,7 +313,6 @@ class Witness(Observer, Callbacks):
         return True
 
     def note_evaluation(self) -> None:
-        """All that an evaluation needs is in place, and its first batch is about to be loaded."""
         self.settle()
         self.evaluations.begin()
         self.open_window(evaluating=True)

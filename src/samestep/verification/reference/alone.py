@@ -24,7 +24,7 @@ from samestep.runtime.digest import digest
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.judging.samples import cut_after_loading, passes
-from samestep.verification.recording.chance import are_whole, as_tensor, joined
+from samestep.verification.recording.chance import are_whole, as_tensor, joined_draws
 from samestep.verification.recording.naming import trained_of
 from samestep.verification.recording.optimizers import digests, rates_of, state_of, uncut
 from samestep.verification.recording.spawning import for_one_rank, run_as_one_rank, target_of
@@ -520,7 +520,7 @@ class Alone(Witness):
         held = self._drawn.get(place, [])
         parts = [self.record.value(rank, number) for rank, number in held if number is not None]
         strided = self.order.get("strided", False)
-        whole = joined(name, value, parts, strided=strided) if len(parts) == len(self._ranks) else None
+        whole = joined_draws(name, value, parts, strided=strided) if len(parts) == len(self._ranks) else None
         if whole is None and self.optimizers.all:  # what is drawn before may begin the parameters, which are put back
             self.journal.write("chance", place=place, name=name)
         return value if whole is None else whole
@@ -531,7 +531,7 @@ class Alone(Witness):
         rank = self._ranks[turn]
         held = self._drawn.get(f"{step}|{place.partition('|')[2]}", [])
         parts = [self.record.value(rank, number) for one, number in held if one == rank and number is not None]
-        whole = joined(name, value, parts) if parts else None
+        whole = joined_draws(name, value, parts) if parts else None
         return value if whole is None else whole
 
     def _drawn_one_by_one(self, where: str, value: Any) -> Any:
@@ -554,7 +554,7 @@ class Alone(Witness):
             rank = self._ranks[micro // micro_batches]
             number = (step * micro_batches + micro % micro_batches) * draws + rest
         kept = held[rank][number] if number < len(held.get(rank, [])) else None
-        return None if kept is None else joined("", value, [self.record.value(rank, kept)])
+        return None if kept is None else joined_draws("", value, [self.record.value(rank, kept)])
 
     def _recorded_sequences(self) -> dict[tuple[str, bool], dict[int, list[int | None]]]:
         """Line of a draw, and whether with gradients -> rank -> what it has drawn there, in its order."""
