@@ -109,11 +109,6 @@ def slices(root: nn.Module) -> Iterator[FlatSlice]:
             yield FlatSlice(f"{path}.{name}" if path else name, owner, flat, index, handle.uses_sharded_strategy)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Returns whether FSDP cuts any parameter of a model."""
-    return any(handle.uses_sharded_strategy for _, handle in _handles(model))
-
-
 def dtype(module: nn.Module) -> torch.dtype | None:
     """Returns the type of the parameters that an FSDP module holds itself; None for any other module."""
     handle: Any = getattr(module, "_handle", None) if isinstance(module, _classes()) else None

@@ -56,8 +56,9 @@ class Recorder(Witness):
         order = json.loads(variable("SAMESTEP_VERIFY") or "{}")
         self.rank = seat.rank
         folder = Path(order["folder"])
-        self.attend(order, folder / SPAWNED if seat.spawned else folder, seat, self._unseen_window)
-        self.inputs.fed = self._fed_window
+        folder = folder / SPAWNED if seat.spawned else folder
+        self.attend(order, folder, seat, lambda: None if self._is_fed else self.window)
+        self.inputs.fed = lambda: self.window if self._is_fed and self.window < _CUT else None  # a script may cut them
         self._limit = Limit(order["steps"], order.get("passes", 0))
         self._open: dict[Pass, PassIterator] = {}  # passes that are not over
         self._lengths: dict[str, int | None] = {}  # of loaders
@@ -208,14 +209,6 @@ class Recorder(Witness):
 
     # --- windows -----------------------------------------------------------------------------
 
-    def _fed_window(self) -> int | None:
-        """The window at hand, if DataLoaders tell its batches and it is one of the first: a script may cut them."""
-        return self.window if self._is_fed and self.window < _CUT else None
-
-    def _unseen_window(self) -> int | None:
-        """The window at hand, if no DataLoader tells what it trains on."""
-        return None if self._is_fed else self.window
-
     def _ends_pass(self, batch: LoadedBatch) -> bool:
         """Whether the window that begins with this batch will, as far as the last one tells, be the pass's last."""
         length = self._lengths[batch.loader_pass.key]
@@ -294,13 +287,6 @@ class Recorder(Witness):
             gc.collect()
         return digests(self.optimizers.untrained())
 
-    def _watch_gradients(self) -> None:
-        from samestep.verification.recording.own_gradients import OwnGradients
-
-        self._own = self._own or OwnGradients(lambda: self._sampled)
-        for optimizer in self.optimizers.all:
-            self._own.watch(self.optimizers.parameters(optimizer).values())
-
     def _keep_own(self, parameters: dict[str, Any]) -> int | None:
         """What this rank's backward passes have brought of the gradients with which an optimizer is about to step."""
         own = None if self._own is None else self._own.of(parameters, self._scale())
@@ -308,7 +294,11 @@ class Recorder(Witness):
 
     def _note_window(self) -> None:
         if self._sampled:
-            self._watch_gradients()
+            from samestep.verification.recording.own_gradients import OwnGradients
+
+            self._own = self._own or OwnGradients(lambda: self._sampled)
+            for optimizer in self.optimizers.all:
+                self._own.watch(self.optimizers.parameters(optimizer).values())
         kept = self._keep(self.optimizers.values) if self._sampled else None
         others = digests(self.optimizers.foreign_buffers()) if self._sampled else {}
         buffers = self.journal.keep(self._moving()) if self._sampled and self.rank else None
