@@ -557,7 +557,7 @@ def _further_runs(runner: Runner, record: Record, whole: Run, own_pace: Callable
         own_pace=own_pace,
         of_group=of_group,
         in_float64=functools.cache(in_float64),
-        in_turn=lambda: alone("a step for each of the ranks'", turns=len(everybody), brought=True),
+        in_turn=lambda: alone("a step for each of the ranks'", turns=len(everybody), unclipped=True),
         own_draws=lambda: alone("draws of its own", own_draws=True),
         redrawn=redrawn,
     )

@@ -32,7 +32,7 @@ from samestep.verification.recording.limit import Limit, Pass
 from samestep.verification.recording.naming import bare, made_at, named, roots
 from samestep.verification.recording.optimizers import digests, held, rates_of, settings_of
 from samestep.verification.recording.restarting import kill, kill_once_saved, may_load
-from samestep.verification.recording.witness import StopRecording, Witness
+from samestep.verification.recording.script_observer import ScriptObserver, StopRecording
 
 if TYPE_CHECKING:
     from samestep.verification.recording.datasets import Held
@@ -49,15 +49,15 @@ _NOISY = 4  # and so many batches of a pass for which a dataset's own generators
 WHOLE = 2  # passes over each loader whose samples are all told
 
 
-class Recorder(Witness):
+class Recorder(ScriptObserver):
     """Records one rank as SAMESTEP_VERIFY says, a JSON object: "folder", "steps", and "passes" to end early."""
 
-    def begin(self, seat: RankContext) -> None:
+    def begin(self, context: RankContext) -> None:
         order = json.loads(variable("SAMESTEP_VERIFY") or "{}")
-        self.rank = seat.rank
+        self.rank = context.rank
         folder = Path(order["folder"])
-        folder = folder / SPAWNED if seat.spawned else folder
-        self.attend(order, folder, seat, lambda: None if self._is_fed else self.window)
+        folder = folder / SPAWNED if context.spawned else folder
+        self.open_trace(order, folder, context, lambda: None if self._is_fed else self.window)
         self.inputs.fed = lambda: self.window if self._is_fed and self.window < _CUT else None  # a script may cut them
         self._limit = Limit(order["steps"], order.get("passes", 0))
         self._open: dict[Pass, PassIterator] = {}  # passes that are not over
@@ -72,7 +72,7 @@ class Recorder(Witness):
         self._scaled: Any = None
         self._unit = 0.0  # the unit roundoff of the coarsest leaf of this window's backward passes
         self._own: Any = None  # an OwnGradients, once an optimizer is there
-        self.compressing = Compressing(self.journal, first=seat.rank == 0, wanted=lambda: self._sampled)
+        self.compressing = Compressing(self.journal, first=context.rank == 0, wanted=lambda: self._sampled)
         self._replicas: list[weakref.ref[Any]] = []  # models in DistributedDataParallel
         self._replicas_told = 0
         self._datasets: dict[str, Any] = {}
@@ -88,7 +88,7 @@ class Recorder(Witness):
         self._loaded_at: str | None = None  # where parameters were loaded since the last step
         self._is_fed = False  # a DataLoader has yielded what is trained on
         self._is_over = False  # the pass at hand has yielded all it has, and its last batch may still be trained on
-        self.begin_watching()
+        self.install_patches()
 
     def end(self, error: BaseException | None) -> None:
         self._tell_averaged()

@@ -13,7 +13,7 @@ from samestep.verification.recording.naming import of_optimizer, owner_of
 from samestep.verification.recording.optimizers import uncut
 
 
-class Brought:
+class GradientSnapshot:
     """Copies, at the steps whose gradients the first rank has `recorded` as compressed, or `always`."""
 
     def __init__(self, recorded: Rank, *, always: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What an observer that records the ranks and one that runs the script alone have in common: the count of windows."""
+"""Base class of the observers that record the ranks and that replay the script alone: it counts windows."""
 
 from __future__ import annotations
 
@@ -57,17 +57,19 @@ class StopRecording(SystemExit):
     """Everything that was asked for has been seen; no `except Exception` shall catch it."""
 
 
-class Witness(Observer, Callbacks):
+class ScriptObserver(Observer, Callbacks):
     """Counts steps, and notes what evaluations bring, how the script ends, and when a dataset loads."""
 
-    def attend(self, order: dict[str, Any], folder: Path, seat: RankContext, unseen: Callable[[], int | None]) -> None:
+    def open_trace(
+        self, order: dict[str, Any], folder: Path, context: RankContext, unseen: Callable[[], int | None]
+    ) -> None:
         """Opens the journal; `unseen` names the window whose inputs no DataLoader tells, if there is one."""
         self.order = order
         self._wanted: dict[str, Any] = order.get("trace") or {}  # traces
         self.writes = Writes.watch(order)
-        self.journal = TraceWriter(folder, seat.rank)
-        about = {"spawned": seat.spawned, "target": target_of(multiprocessing.current_process())}
-        self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), **about)
+        self.journal = TraceWriter(folder, context.rank)
+        about = {"spawned": context.spawned, "target": target_of(multiprocessing.current_process())}
+        self.journal.write("begin", rank=context.rank, size=context.size, pid=os.getpid(), **about)
         self.optimizers = Optimizers(self.journal)
         self.inputs = Inputs(self.journal, unseen, self.forwarding, self.uses_untrained)
         buffers = self.optimizers.buffers_in_use
@@ -275,7 +277,7 @@ class Witness(Observer, Callbacks):
             finally:
                 self.is_preparing = before
 
-    def begin_watching(self) -> None:
+    def install_patches(self) -> None:
         """Watches everything from now on; a run in float64 computes so from the first tensor on."""
         if self.order.get("double"):
             on_import("torch", lambda torch: torch.set_default_dtype(torch.float64))

@@ -27,23 +27,23 @@ from samestep.verification.judging.samples import cut_after_loading, passes
 from samestep.verification.recording.chance import are_whole, as_tensor, joined_draws
 from samestep.verification.recording.naming import trained_of
 from samestep.verification.recording.optimizers import digests, rates_of, state_of, uncut
+from samestep.verification.recording.script_observer import ScriptObserver, StopRecording
 from samestep.verification.recording.spawning import for_one_rank, run_as_one_rank, target_of
-from samestep.verification.recording.witness import StopRecording, Witness
-from samestep.verification.reference.brought import Brought
+from samestep.verification.reference.gradient_snapshot import GradientSnapshot
 from samestep.verification.reference.norms import slice_norms
 from samestep.verification.reference.updates import UpdateReplay
 
 _FURTHER = 20  # steps that a script alone takes beyond those after which a rank has failed
 
 
-class Alone(Witness):
+class Replay(ScriptObserver):
     """Replays what SAMESTEP_VERIFY names: {"folder", "recorded", "ranks": [0, 1], …}."""
 
-    def begin(self, seat: RankContext) -> None:
+    def begin(self, context: RankContext) -> None:
         """Prepares the recorded windows; torch is not imported yet."""
         order = json.loads(variable("SAMESTEP_VERIFY") or "{}")
         self.record: Record = read(Path(order["recorded"]))
-        self.attend(order, Path(order["folder"]), seat, lambda: None if self._replayed else self.window)
+        self.open_trace(order, Path(order["folder"]), context, lambda: None if self._replayed else self.window)
         self._ranks: list[int] = order["ranks"]
         self._permuted: bool = order.get("permuted", False)
         self._merged: set[int] = set(order.get("merged", []))  # windows whose micro-batches are all given at once
@@ -70,7 +70,7 @@ class Alone(Witness):
         self._drawn = self._recorded_draws()
         self._sequences = self._recorded_sequences() if order.get("one_by_one") else {}
         self._drawn_here: Counter[tuple[str, bool]] = Counter()  # by line, with gradients or without
-        self._brought = Brought(first, always=order.get("brought", False))
+        self._snapshot = GradientSnapshot(first, always=order.get("unclipped", False))
         self._updates = UpdateReplay(self.record, self.optimizers)
         self.sizes: list[int] = []  # of the parts of the batch that is trained on
         self._loaded: list[list[int]] = []  # those of every batch of the pass
@@ -78,7 +78,7 @@ class Alone(Witness):
         self._is_over = False  # a pass has yielded all it has, and its last batch may still be trained on
         self._spawned = False
         self._target = next((event["target"] for event in first.of("begin") if event.get("spawned")), None)
-        self.begin_watching()
+        self.install_patches()
         if self.record.is_by_hand:
             on_import("torch.nn.modules.module", self._watch_models)
         on_import("torch.nn.modules.batchnorm", lambda module: slice_norms(module, lambda: self.sizes))
@@ -131,7 +131,7 @@ class Alone(Witness):
         self.evaluations.begin_pass(epoch.key, epoch.number)
         parts = self._replayed.get((epoch.key, epoch.number))
         if parts is None:
-            yield from self._natively(epoch, own)
+            yield from self._own_batches(epoch, own)
             return
         self.evaluations.end()
         sampler = samplers_of(epoch.loader)[0]
@@ -146,7 +146,7 @@ class Alone(Witness):
             }
             self._is_over = False
             first = next(iter(events.values()))
-            self._keep_pace(first["loaded"] if "loaded" in first else first["window"])
+            self._resync_window(first["loaded"] if "loaded" in first else first["window"])
             self.open_window()
             if self._batch_after_batch:
                 for rank, event in events.items():
@@ -185,7 +185,7 @@ class Alone(Witness):
         pairs = zip(self._ranks, parts, strict=True)
         return [(rank, event) for rank, theirs in pairs for event in theirs if event["window"] == window]
 
-    def _keep_pace(self, window: int) -> None:
+    def _resync_window(self, window: int) -> None:
         """Counts on from the recorded window, where the script alone has taken a step more or less than the ranks."""
         if window != self.window:
             is_placed = not self._event or self._put == min(window, self.window)
@@ -194,7 +194,7 @@ class Alone(Witness):
             self._event = next((step["event"] for step in self._steps if step["window"] >= window), len(self._steps))
             self.is_open = False
 
-    def _natively(self, epoch: LoaderPass, own: PassIterator) -> Iterator[Any]:
+    def _own_batches(self, epoch: LoaderPass, own: PassIterator) -> Iterator[Any]:
         """What no step is taken in, the script loads as it has it."""
         import torch
 
@@ -392,7 +392,7 @@ class Alone(Witness):
         """Keeps what has added up so far, where that is asked for."""
         self._used += 1
         self._use_sizes()
-        self._brought.note(self._event, self.optimizers.all)
+        self._snapshot.note(self._event, self.optimizers.all)
         wanted = self._apart.get(self.window)
         for optimizer in self.optimizers.all:
             if optimizer.samestep_number == wanted:
@@ -417,7 +417,7 @@ class Alone(Witness):
         if self._is_compared():
             event, turn = divmod(self._event, self._turns)
             kept, used = self._keep_gradients(optimizer), None
-            if (brought := self._brought.of(self.optimizers.parameters(optimizer))) is not None:
+            if (brought := self._snapshot.of(self.optimizers.parameters(optimizer))) is not None:
                 kept, used = self.journal.keep(brought), kept
             self.journal.write("step", event=event, turn=turn, optimizer=number, kept=kept, used=used)
         self.trace("step")
@@ -465,7 +465,7 @@ class Alone(Witness):
         self.window += 1
         self.is_open, self.micro = False, 0
         self.trace_samples()
-        self._brought.forget()
+        self._snapshot.forget()
         self.watch_uses()
         if self._last is not None and self._event >= self._last * self._turns:
             raise StopRecording(0)
@@ -485,7 +485,7 @@ class Alone(Witness):
         elif kind == "mode":
             self.note_mode(training=fields["training"])
         elif kind == "scaled":
-            self._brought.scaler = fields["scaler"]
+            self._snapshot.scaler = fields["scaler"]
 
     # --- chance ------------------------------------------------------------------------------
 
