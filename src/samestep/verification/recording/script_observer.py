@@ -63,9 +63,9 @@ class ScriptObserver(Observer, Callbacks):
     def open_trace(
         self, order: dict[str, Any], folder: Path, context: RankContext, unseen: Callable[[], int | None]
     ) -> None:
-        """Opens the journal; `unseen` names the window whose inputs no DataLoader tells, if there is one."""
+        """Opens the journal; `unseen` returns the window whose inputs no DataLoader tells, if there is one."""
         self.order = order
-        self._wanted: dict[str, Any] = order.get("trace") or {}  # traces
+        self._wanted_traces: dict[str, Any] = order.get("trace") or {}
         self.writes = Writes.watch(order)
         self.journal = TraceWriter(folder, context.rank)
         about = {"spawned": context.spawned, "target": target_of(multiprocessing.current_process())}
@@ -168,7 +168,7 @@ class ScriptObserver(Observer, Callbacks):
             self.trace_samples()
         if self.sources is not None:
             self.sources.enter()
-        if self.path is None and self._wanted.get("path"):
+        if self.path is None and self._wanted_traces.get("path"):
             from samestep.verification.recording.paths import PathTrace
 
             self.path = PathTrace(self.journal, self.optimizers.rates)
@@ -215,7 +215,7 @@ class ScriptObserver(Observer, Callbacks):
 
     def trace(self, segment: str) -> None:
         """What is computed from now on belongs to this segment of a step or an evaluation, if lines are looked for."""
-        wanted = self._wanted
+        wanted = self._wanted_traces
         is_step = wanted.get("window") == self.window and segment != "evaluation"
         is_evaluation = segment == "evaluation" and self.is_placed and self._traced < wanted.get("evaluations", 0)
         if self.lines is not None and self.lines.segment == "evaluation" and segment != "evaluation":
@@ -226,12 +226,14 @@ class ScriptObserver(Observer, Callbacks):
     def _make_lines(self) -> Any:
         from samestep.verification.recording.lines import LineTrace
 
-        self.lines = self.lines or LineTrace(self.journal, whole_numbers="samples" in self._wanted)
+        self.lines = self.lines or LineTrace(self.journal, whole_numbers="samples" in self._wanted_traces)
         return self.lines
 
     def trace_samples(self) -> None:
         """Looks at all that is computed from the end of the last step on, if that may make the samples."""
-        is_wanted = {"samples", "unloaded"} & self._wanted.keys() and self._wanted["window"] == self.window
+        is_wanted = {"samples", "unloaded"} & self._wanted_traces.keys() and self._wanted_traces[
+            "window"
+        ] == self.window
         if self.lines is None and is_wanted:
             self._make_lines().begin("forward")
 
@@ -287,7 +289,7 @@ class ScriptObserver(Observer, Callbacks):
         if not self.order.get("chance"):
             install(randomness.without_dropout_and_autocast)
         subscribe(self, *_GROUPS)
-        if self._wanted.get("sources"):
+        if self._wanted_traces.get("sources"):
             on_import("torch.nn.modules.module", lambda _: self._trace_sources())
 
     def _trace_sources(self) -> None:
@@ -330,7 +332,7 @@ class ScriptObserver(Observer, Callbacks):
         """Writes down what an evaluation's collectives bring; one without gradients may be its first sign."""
         import torch
 
-        if self.lines is None and self._wanted.get("window") == self.window:
+        if self.lines is None and self._wanted_traces.get("window") == self.window:
             self._make_lines()  # what is brought together before a forward may be what its loss is divided by
         if self.lines is not None:
             counts = self.lines.segment == "evaluation"
