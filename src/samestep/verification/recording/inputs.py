@@ -102,16 +102,16 @@ class Inputs:
             return
         self.used = True
         self._forwarding(model, args)
-        phase = None if torch.is_grad_enabled() else self.evaluated()
-        window = self._wanted() if torch.is_grad_enabled() else None
-        fed = self.fed() if torch.is_grad_enabled() else None
-        given = [] if {phase, window, fed} == {None} else self._given([*args, *kwargs.values()])
-        if phase is not None and given:
-            self._journal.write("seen", phase=phase, rows=row_digests(given))
-        if window is not None and given:
-            self._journal.write("input", window=window, rows=row_digests(given))
-        if fed is not None and given:
-            self._journal.write("used", window=fed, rows=row_digests(given))
+        trains = torch.is_grad_enabled()
+        of_interest = [
+            ("seen", "phase", None if trains else self.evaluated()),
+            ("input", "window", self._wanted() if trains else None),
+            ("used", "window", self.fed() if trains else None),
+        ]
+        told = [one for one in of_interest if one[2] is not None]
+        given = self._given([*args, *kwargs.values()]) if told else []
+        for kind, name, value in told if given else []:
+            self._journal.write(kind, **{name: value}, rows=row_digests(given))
 
     def _given(self, values: list[Any]) -> list[Any]:
         """Leaves out what a model has computed, such as the pictures of a generator: that is no sample."""

@@ -231,10 +231,8 @@ class ScriptObserver(Observer, Callbacks):
 
     def trace_samples(self) -> None:
         """Looks at all that is computed from the end of the last step on, if that may make the samples."""
-        is_wanted = {"samples", "unloaded"} & self._wanted_traces.keys() and self._wanted_traces[
-            "window"
-        ] == self.window
-        if self.lines is None and is_wanted:
+        wanted = self._wanted_traces
+        if self.lines is None and {"samples", "unloaded"} & wanted.keys() and wanted["window"] == self.window:
             self._make_lines().begin("forward")
 
     def end_trace(self) -> None:
