@@ -81,13 +81,9 @@ def as_tensor(value: Any) -> Any:
 
 
 def joined_draws(name: str, own: Any, parts: list[Any], *, strided: bool = False) -> Any | None:
-    """Returns what the ranks have drawn, as one process would have drawn it; None where that cannot be.
+    """Returns the `parts` that ranks have drawn, as one process, which drew `own`, would have; None where it cannot be.
 
-    Args:
-        name: of the function.
-        own: what the script alone has drawn in its place.
-        parts: what each rank has drawn.
-        strided: whether the ranks take turns along dim 0, as samples[rank::world_size] cuts, or follow one another.
+    They are `strided` where the ranks take turns along dim 0, as samples[rank::world_size] cuts.
     """
     import torch
 

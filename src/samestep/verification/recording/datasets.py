@@ -21,7 +21,7 @@ import xxhash
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from samestep.data.iterable import dataset_length
-from samestep.instrument.dataloader import made_at, samplers_of
+from samestep.instrument.dataloader import generator_state, is_generator, made_at, restore_generator, samplers_of
 from samestep.instrument.patch import is_own
 from samestep.launch.rank.user_code import relative_path
 from samestep.runtime.digest import digest, digest_of_bytes
@@ -155,14 +155,14 @@ def own_generators_seeded(dataset: Any) -> Iterator[None]:
     True
     """
     found = [one for one, _, _ in _within(dataset, _DEPTH, set())]
-    before = [(one, _get_state(one)) for one in found]
+    before = [(one, generator_state(one)) for one in found]
     for one in found:
-        _set_state(one, _get_state(_made_equally(one)))
+        restore_generator(one, generator_state(_made_equally(one)))
     try:
         yield
     finally:
         for one, state in before:
-            _set_state(one, state)
+            restore_generator(one, state)
 
 
 def _made_equally(generator: Any) -> Any:
@@ -174,28 +174,11 @@ def _made_equally(generator: Any) -> Any:
     return np.random.RandomState(0) if isinstance(generator, np.random.RandomState) else random.Random(0)  # noqa: S311
 
 
-def _get_state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
-
-
 def _within(
     value: Any, depth: int, seen: set[int], owner: Any = None, name: str = ""
 ) -> Iterator[tuple[Any, Any, str]]:
     """Yields generators, what holds each, and as which attribute."""
-    if isinstance(value, np.random.Generator | np.random.RandomState | random.Random | torch.Generator):
+    if is_generator(value):
         yield value, owner, name
         return
     if id(value) in seen or not depth or isinstance(value, torch.Tensor | np.ndarray | str | bytes | type):
@@ -222,7 +205,7 @@ def _given_at(owner: Any, name: str) -> str | None:
 
 
 def _state(generator: Any) -> str:
-    state = _get_state(generator)
+    state = generator_state(generator)
     if isinstance(state, torch.Tensor):
         return digest(state)
     with np.printoptions(threshold=2**16):

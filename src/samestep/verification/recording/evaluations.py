@@ -108,13 +108,9 @@ class Evaluations:
         self._open = {one for one in self._open if one[0] != key} | {(key, number)}
 
     def batch(self, key: str, number: int, index: int, *, gradients: bool) -> None:
-        """A batch is about to be used; those before it have been, unless somebody loads ahead.
+        """A batch of a pass is about to be used; those before it have been, unless the script loads ahead.
 
-        Args:
-            key: of its pass.
-            number: of its pass.
-            index: in it.
-            gradients: whether they are on: then it is evaluated if the script has said so, or will turn out to be.
+        With `gradients` on it is evaluated if the script has said so, or will turn out to be.
         """
         self.settle()
         self._confirm(key, number)
@@ -146,11 +142,9 @@ class Evaluations:
             self._tell_buffers(key, number)
 
     def ran(self, *, begins: bool, by_batch: Callable[[], bool]) -> None:
-        """Data go through a model without gradients.
+        """Data go through a model without gradients, which `begins` an evaluation if no DataLoader is being read.
 
-        Args:
-            begins: whether that is an evaluation if no DataLoader is being read.
-            by_batch: returns whether its output for one sample depends on the others of the batch.
+        `by_batch` returns whether its output for one sample depends on the others of the batch.
         """
         if begins and not self.lasts and self.may_run:
             self.notice()

@@ -49,9 +49,7 @@ def is_unstacked(value: Any, samples: int) -> bool:
 def count(value: Any, samples: int = 0) -> int:
     """Returns how many samples a batch has: the most frequent first dim of its tensors, 0 where it has none.
 
-    Args:
-        value: the batch.
-        samples: the number that was requested; 0 if unknown. It is the size of a batch that is not stacked.
+    Of a batch that is not stacked it is the number of samples that was requested, 0 if unknown.
     """
     if is_unstacked(value, samples):
         return samples
