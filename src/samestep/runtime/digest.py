@@ -24,6 +24,7 @@ def digest(tensor: Tensor) -> str:
         tensor: dense, of any shape and device; strides do not matter. Of a DTensor, this rank's part.
 
     Example:
+        >>> import torch
         >>> digest(torch.tensor([1.0, 2.0])) == digest(torch.tensor([2.0, 1.0]))
         False
     """

@@ -231,8 +231,9 @@ def _verified(runner: Runner, steps: int) -> Report:
 
     judges: list[Callable[[Record, Report], None]] = [communication.judge, storage.judge]
     if foreign is None:
-        of_ranks = [functools.partial(judge, own_pace=own_pace) for judge in (states.judge, samples.judge)]
-        judges = [*of_ranks, control.judge, *judges]
+        of_states = functools.partial(states.judge, own_pace=own_pace)
+        of_samples = functools.partial(samples.judge, own_pace=own_pace)
+        judges = [of_states, of_samples, control.judge, *judges]
     for judge in judges if record.ranks else []:
         with leaving_open(report):
             judge(record, report)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from samestep.verification.recording.naming import bare
@@ -95,5 +95,6 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield bare(name), value
     elif isinstance(value, Mapping | list | tuple):
-        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+        items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, one in items:
             yield from named_tensors(one, f"{name}.{key}" if name else str(key))
