@@ -81,12 +81,10 @@ class Checker(Observer, Callbacks):
     @disable_on_error
     def on_wrap(self, kind: str, model: Any, where: str, ranks: list[int] | None = None) -> None:
         """Notes what a wrapper promises."""
-        del ranks
         self._models.add(kind, model, where)
 
     def on_comm_hook(self, name: str, where: str) -> bool:
         """Gradients that a hook reduces may differ between ranks for a while."""
-        del name, where
         self._models.is_hooked = True
         return False
 
@@ -95,7 +93,6 @@ class Checker(Observer, Callbacks):
         self._calls.note(call, self._window)
 
     def before_backward(self, root: Any, where: str) -> None:
-        del root
         self._note("backward", where=where)
 
     @disable_on_error
@@ -129,7 +126,6 @@ class Checker(Observer, Callbacks):
     @disable_on_error
     def on_pass(self, loader_pass: LoaderPass, own: PassIterator) -> None:
         """Looks at passes over data of which every sample should come once; they stay the script's own."""
-        del own
         if (sampler := sampler_of(loader_pass.loader)) is not None:
             self._passes[loader_pass.key, loader_pass.number] = TrainedSamples(loader_pass, sampler)
 

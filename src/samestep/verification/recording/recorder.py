@@ -491,7 +491,6 @@ class Recorder(ScriptObserver):
 
     def on_spawn(self, start: Any, arguments: Any, processes: int) -> bool:
         """Stops there, where another process starts all ranks, too."""
-        del start, arguments, processes
         if self.rank > 0:
             raise StopRecording(0)
         return False

@@ -117,7 +117,6 @@ class Replay(ScriptObserver):
 
     def on_length(self, loader: Any, key: str, own: int) -> int:
         """Says what it said on the ranks: schedules and progress depend on it. Or what it is here, if so ordered."""
-        del loader
         if self.order.get("own_lengths"):
             return own
         recorded = self._lengths.get(key)
@@ -372,14 +371,12 @@ class Replay(ScriptObserver):
 
     def on_comm_hook(self, name: str, where: str) -> bool:
         """One process has nothing to send, so nothing is lost on the way."""
-        del name, where
         return True
 
     def before_backward(self, root: Any, where: str) -> None:
         """A window without a DataLoader begins here at the latest."""
         from samestep.verification.recording.graph import terms_of
 
-        del where
         if root is not None:
             self.begin_backward(root)
         self.evaluations.end()
