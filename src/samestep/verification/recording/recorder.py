@@ -69,7 +69,6 @@ class Recorder(ScriptObserver):
         self._last_micro = 1
         self._has_trained = False  # a model was called with gradients in this window
         self._looks = 0  # windows that were kept since a model was called without
-        self._scaled: Any = None
         self._unit = 0.0  # the unit roundoff of the coarsest leaf of this window's backward passes
         self._own: Any = None  # an OwnGradients, once an optimizer is there
         self.compressing = Compressing(self.journal, first=context.rank == 0, wanted=lambda: self._sampled)
@@ -289,7 +288,7 @@ class Recorder(ScriptObserver):
 
     def _keep_own(self, parameters: dict[str, Any]) -> int | None:
         """What this rank's backward passes have brought of the gradients with which an optimizer is about to step."""
-        own = None if self._own is None else self._own.of(parameters, self._scale())
+        own = None if self._own is None else self._own.of(parameters, self.loss_scale)
         return None if own is None else self.journal.keep(own)
 
     def _note_window(self) -> None:
@@ -424,7 +423,7 @@ class Recorder(ScriptObserver):
             unit=self._unit,
         )
         if self._sampled:
-            self.compressing.tell(optimizer, self.window, self._scale())
+            self.compressing.tell(optimizer, self.window, self.loss_scale)
 
     def _note_resumed(self, optimizer: Any) -> None:
         self.journal.write(
@@ -436,10 +435,6 @@ class Recorder(ScriptObserver):
             averaged=self._loaded_averaged,
         )
         self._loaded = None
-
-    def _scale(self) -> float:
-        """By what a scaler has multiplied the loss of this window."""
-        return float(self._scaled.get_scale()) if self._scaled is not None and self._scaled.is_enabled() else 1.0
 
     def _keep(self, value: Callable[[], Any], *, by_all: bool = False) -> int | None:
         """Of replicas the first rank's values are enough; of what is cut, or if so ordered, all keep theirs."""
@@ -464,7 +459,7 @@ class Recorder(ScriptObserver):
         self.window += 1
         self.trace_samples()
         self._last_micro = self.micro or 1
-        self.is_open, self._sampled, self.micro, self._scaled = False, False, 0, None
+        self.is_open, self._sampled, self.micro, self.scaler = False, False, 0, None
         self._has_trained, self._loaded_at, self._unit = False, None, 0.0
         self._tell_averaged()
         self.watch_uses()
@@ -531,8 +526,8 @@ class Recorder(ScriptObserver):
         if kind == "weights":
             self._loaded_at = fields["where"]
         if kind == "scaled":
-            self._scaled = fields["scaler"]
-            if self._scaled.is_enabled():
+            self.scaler = fields["scaler"]
+            if self.scaler.is_enabled():
                 self.journal.write(kind, window=self.window)
             return
         if kind == "clipping":
@@ -597,7 +592,7 @@ class Recorder(ScriptObserver):
 
     def _note_scaled_clipping(self, where: str, most: float) -> None:
         """Clipping sees gradients that a scaler has made larger, unless they were unscaled before."""
-        scaler = self._scaled
+        scaler = self.scaler
         if scaler is None or not scaler.is_enabled():
             return
         stages = [state["stage"].name for state in scaler._per_optimizer_states.values()]  # noqa: SLF001

@@ -83,6 +83,7 @@ class ScriptObserver(Observer, Callbacks):
         self._counted: Counter[str] = Counter()  # line -> sums of counts that were written there
         self.window = 0
         self.micro = 0  # backward passes of this window, so far
+        self.scaler: Any = None  # that has multiplied the loss of this window
         self.is_open = False  # something of this window has been seen
         self.is_loading = False
         self.is_preparing = False  # torch gives an optimizer a state to load into
@@ -108,6 +109,10 @@ class ScriptObserver(Observer, Callbacks):
     def is_elsewhere(self) -> bool:
         """Whether what is drawn now is drawn by an evaluation, or by a dataset: not by the training."""
         return self.is_loading or self.evaluations.lasts
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
 
     def next_of(self, own: Iterator[LoadedBatch]) -> LoadedBatch | None:
         """What a dataset draws while it loads is in the batch; it is no draw of the training."""

@@ -19,13 +19,12 @@ class GradientSnapshot:
     def __init__(self, recorded: Rank, *, always: bool = False) -> None:
         self._always = always
         self._events = {event["event"] for event in recorded.of("compressed")}
-        self.scaler: Any = None  # that has multiplied the loss of this step
         self._copies: dict[int, Any] = {}
 
-    def note(self, event: int, optimizers: Iterable[Any]) -> None:
+    def note(self, event: int, optimizers: Iterable[Any], scale: float) -> None:
+        """A backward pass of a step has ended, whose loss was multiplied by `scale`."""
         if self._always or event in self._events:
             gradients = {id(one): one.grad for each in optimizers for one in of_optimizer(each)}
-            scale = self._scale()
             self._copies = {key: uncut(one).detach() / scale for key, one in gradients.items() if one is not None}
 
     def of(self, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -36,7 +35,4 @@ class GradientSnapshot:
         return {name: one.of(kept[name]) if hasattr(one, "owner") else kept[name] for name, one in parameters.items()}
 
     def forget(self) -> None:
-        self._copies, self.scaler = {}, None
-
-    def _scale(self) -> float:
-        return float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
+        self._copies = {}

@@ -389,7 +389,7 @@ class Replay(ScriptObserver):
         """Keeps what has added up so far, where that is asked for."""
         self._used += 1
         self._use_sizes()
-        self._snapshot.note(self._event, self.optimizers.all)
+        self._snapshot.note(self._event, self.optimizers.all, self.loss_scale)
         wanted = self._apart.get(self.window)
         for optimizer in self.optimizers.all:
             if optimizer.samestep_number == wanted:
@@ -462,6 +462,7 @@ class Replay(ScriptObserver):
         self.window += 1
         self.is_open, self.micro = False, 0
         self.trace_samples()
+        self.scaler = None
         self._snapshot.forget()
         self.watch_uses()
         if self._last is not None and self._event >= self._last * self._turns:
@@ -482,7 +483,7 @@ class Replay(ScriptObserver):
         elif kind == "mode":
             self.note_mode(training=fields["training"])
         elif kind == "scaled":
-            self._snapshot.scaler = fields["scaler"]
+            self.scaler = fields["scaler"]
 
     # --- chance ------------------------------------------------------------------------------
 
