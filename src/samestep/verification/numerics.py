@@ -128,8 +128,8 @@ def mean(parts: Sequence[Gradients]) -> dict[str, Tensor | None]:
     """
     found: dict[str, Tensor | None] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        told = [one for part in parts if (one := part.get(name)) is not None]
-        found[name] = sum(told[1:], told[0]) / len(parts) if told else None
+        present = [one for part in parts if (one := part.get(name)) is not None]
+        found[name] = sum(present[1:], present[0]) / len(parts) if present else None
     return found
 
 

@@ -100,7 +100,7 @@ def _goes_on(record: Record, again: Record, begun: int, *, bits: bool) -> Iterat
                 fix='save {"scheduler": scheduler.state_dict()} as well, and load it',
             )
             return
-        if _rows(record, one) != _rows(again, other) or _draw_apart(_drawn(record, one), _drawn(again, other)):
+        if _rows(record, one) != _rows(again, other) or _draws_differ(_drawn(record, one), _drawn(again, other)):
             yield Finding(
                 code="checkpoint-inexact",
                 step=step,
@@ -140,7 +140,7 @@ def _drawn(record: Record, step: Event) -> dict[tuple[int, str], list[str | None
     return drawn
 
 
-def _draw_apart(
+def _draws_differ(
     without: dict[tuple[int, str], list[str | None]], again: dict[tuple[int, str], list[str | None]]
 ) -> bool:
     """Whether a second start draws otherwise; in its first step there is also what a start draws, before that step."""
@@ -169,9 +169,9 @@ def _behind(rank: Rank) -> Callable[[Event], Event]:
     def moved(event: Event) -> Event:
         by = {"event": steps, "window": windows, "optimizer": optimizers}
         by |= {"number": optimizers if event["kind"] == "optimizer" else passes if "key" in event else 0}
-        told = {name: event[name] + by[name] for name in by.keys() & event.keys() if event[name] is not None}
+        counted = {name: event[name] + by[name] for name in by.keys() & event.keys() if event[name] is not None}
         if "optimizers" in event:
-            told["optimizers"] = [{**one, "number": one["number"] + optimizers} for one in event["optimizers"]]
-        return {**event, **told}
+            counted["optimizers"] = [{**one, "number": one["number"] + optimizers} for one in event["optimizers"]]
+        return {**event, **counted}
 
     return moved

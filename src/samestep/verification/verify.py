@@ -146,11 +146,11 @@ def _recorded(runner: Runner, steps: int) -> tuple[Run, Run | None, list[str]]:
     recorded, whole = _both(runner, steps, PASSES, "all samples")
     if (without := _without_own_training(runner, steps, recorded.record)) is not None:
         return without
-    if (rank := ended_apart(recorded)) is not None:
+    if (rank := ended_alone(recorded)) is not None:
         recorded, whole = _both(runner, _MORE * steps, 0, "all samples of more steps")
         return recorded, whole, [f"rank {rank} takes more than {steps} steps by itself, so more were recorded"]
-    apart = recorded.has_failed and not reached.are_alike(recorded.record)
-    if reached.is_cut(recorded.record) and (apart or (whole is not None and whole.has_failed)):
+    is_unequal = recorded.has_failed and not reached.are_alike(recorded.record)
+    if reached.is_cut(recorded.record) and (is_unequal or (whole is not None and whole.has_failed)):
         recorded, whole = _both(runner, steps, 0, "all samples of whole passes")
         return recorded, whole, ["no pass was ended early: the script fails where one is"]
     ended_well = whole is not None and not (recorded.has_failed or whole.has_failed)
@@ -180,11 +180,11 @@ def _without_own_training(runner: Runner, steps: int, record: Record) -> tuple[R
     return recorded, whole, [what, *reached.remarks(recorded.record)]
 
 
-def ended_apart(recorded: Run) -> int | None:
+def ended_alone(recorded: Run) -> int | None:
     """Returns a rank whose recording has ended while others waited for it: it trains a model by itself, say."""
-    told = [(rank.number, rank.ended is not None and rank.ended["enough"]) for rank in recorded.record.ranks]
-    first = next((number for number, is_over in told if is_over), None)
-    return first if recorded.has_failed and not all(is_over for _, is_over in told) else None
+    over = [(rank.number, rank.ended is not None and rank.ended["enough"]) for rank in recorded.record.ranks]
+    first = next((number for number, is_over in over if is_over), None)
+    return first if recorded.has_failed and not all(is_over for _, is_over in over) else None
 
 
 def _both(runner: Runner, steps: int, passes: int, name: str, *, keep_all: bool = False) -> tuple[Run, Run | None]:
@@ -407,7 +407,7 @@ def _imports(position: str) -> bool:
 def _blame(recorded: Run, whole: Run, report: Report) -> None:
     """Says what a run that ended badly was: a difference, unless it ends so alone too, or the machine did it."""
     ended, record, alone = recorded.ended, recorded.record, whole.ended
-    if (rank := ended_apart(recorded)) is not None:
+    if (rank := ended_alone(recorded)) is not None:
         report.inconclusive = f"rank {rank} takes steps by itself, while others wait for it; ask for more with --steps"
         return
     if whole.has_failed:

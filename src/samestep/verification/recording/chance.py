@@ -52,9 +52,9 @@ def keep(journal: TraceWriter, place: str, name: str, value: Any, *, within: boo
         return
     kept = journal.keep(tensor.detach().cpu())
     shape = list(tensor.shape)
-    told = digest(torch.as_tensor(tensor))
+    digested = digest(torch.as_tensor(tensor))
     whole = are_whole(tensor)
-    journal.write("draw", **about, shape=shape, digest=told, kept=kept, whole=whole)
+    journal.write("draw", **about, shape=shape, digest=digested, kept=kept, whole=whole)
 
 
 def note_order(journal: TraceWriter, where: str, name: str, value: Any) -> None:

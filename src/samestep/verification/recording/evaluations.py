@@ -47,7 +47,7 @@ class Evaluations:
         self._pending: tuple[str, int, int] | None = None  # a batch that may be trained on or evaluated
         self._pending_ran: bool | None = None  # whether it went through without gradients; and if so, whether by batch
         self._open: set[tuple[str, int]] = set()  # passes that are not over: what goes through a model is of them
-        self._told: tuple[str, int] | None = None  # the pass that was evaluated last
+        self._last_pass: tuple[str, int] | None = None  # the pass that was evaluated last
         self._untold: tuple[str, int] | None = None  # the one whose buffers, at its end, are still to be told
         self._recent = False  # one has been since the last training batch: what is reduced or printed is of it
         self._has_run = False  # a model went through, and nothing was reduced or printed since
@@ -71,7 +71,7 @@ class Evaluations:
     @property
     def unread(self) -> str | None:
         """The evaluation at hand, if no DataLoader has yielded anything of it."""
-        return self.phase if self._told is None else None
+        return self.phase if self._last_pass is None else None
 
     def begin(self) -> None:
         """The script announces an evaluation, unless one lasts."""
@@ -100,7 +100,7 @@ class Evaluations:
         """Training goes on."""
         self.leave()
         self._recent = False
-        self._pending = self._told = self._drew = None
+        self._pending = self._last_pass = self._drew = None
 
     def begin_pass(self, key: str, number: int) -> None:
         """A pass begins: earlier ones over the same loader, or by a loop without gradients, were broken off."""
@@ -135,7 +135,7 @@ class Evaluations:
         self._pending = None
 
     def _tell(self, key: str, number: int, index: int) -> None:
-        self._told = key, number
+        self._last_pass = key, number
         self._is_used = True
         self._journal.write("evaluated", phase=self._name, key=key, number=number, index=index)
         if index == 1:
@@ -162,15 +162,15 @@ class Evaluations:
     def drew(self, value: Any) -> None:
         """The script has drawn random numbers itself: with others, an evaluation comes to something else."""
         tensor = as_tensor(value)
-        told = "" if tensor is None else digest(tensor)
-        self._drew = digest_of_bytes(f"{self._drew} {told}".encode())
+        brought = "" if tensor is None else digest(tensor)
+        self._drew = digest_of_bytes(f"{self._drew} {brought}".encode())
 
     def passed(self, key: str, number: int) -> None:
         """A pass has ended; a batch of it that was loaded ahead may still be evaluated."""
         self._confirm(key, number)
         self._open.discard((key, number))
         self._pass = None
-        if self._told == (key, number):
+        if self._last_pass == (key, number):
             self._untold = key, number
 
     def settle(self) -> None:
@@ -194,20 +194,20 @@ class Evaluations:
     def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
         if not self._is_recent or call["op"] in _BRING_NOTHING:
             return
-        told: dict[str, Any] = {key: call[key] for key in ("op", "where", "reduce", "group")}
+        brought: dict[str, Any] = {key: call[key] for key in ("op", "where", "reduce", "group")}
         if waits:
             pass  # its result is not there yet
         elif call["op"] in _SUMS and len(tensors) == 1 and tensors[0].numel() <= _MOST_VALUES:
-            told["values"] = tensors[0].detach().double().flatten().tolist()
+            brought["values"] = tensors[0].detach().double().flatten().tolist()
         elif call["op"] in _GATHERS:
-            told["rows"] = _rows(tensors)
+            brought["rows"] = _rows(tensors)
         self._has_run = False
-        self._journal.write("collected", **told, **self._about())
+        self._journal.write("collected", **brought, **self._about())
 
     @property
     def _is_recent(self) -> bool:
         """Whether what is done now is of an evaluation: not where training may have gone on with a batch."""
-        return self._recent and (self._pending is None or self._pending[:2] == self._told)
+        return self._recent and (self._pending is None or self._pending[:2] == self._last_pass)
 
     @property
     def _name(self) -> str:

@@ -108,9 +108,9 @@ class Inputs:
             ("input", "window", self._wanted() if trains else None),
             ("used", "window", self.fed() if trains else None),
         ]
-        told = [one for one in of_interest if one[2] is not None]
-        given = self._given([*args, *kwargs.values()]) if told else []
-        for kind, name, value in told if given else []:
+        wanted = [one for one in of_interest if one[2] is not None]
+        given = self._given([*args, *kwargs.values()]) if wanted else []
+        for kind, name, value in wanted if given else []:
             self._journal.write(kind, **{name: value}, rows=row_digests(given))
 
     def _given(self, values: list[Any]) -> list[Any]:

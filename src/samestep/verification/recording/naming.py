@@ -49,7 +49,7 @@ def alive() -> list[Any] | None:
 
 def lines() -> dict[int, Lines]:
     """Returns id -> lines of the modules that are alive."""
-    return {id(module): told for one, told in (_made[0] if _made else []) if (module := one()) is not None}
+    return {id(module): made_lines for one, made_lines in (_made[0] if _made else []) if (module := one()) is not None}
 
 
 def _made_at(frame: FrameType, kind: type[Any]) -> Lines:

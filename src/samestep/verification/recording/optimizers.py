@@ -176,11 +176,11 @@ class Optimizers:
     def _changed(self) -> dict[str, Any]:
         """Those of them that are not what they were at the first call; all that are cut, a part may be unchanged."""
         parameters = self.untrained()
-        told = digests(parameters)
+        reported = digests(parameters)
         if self._untrained is None:
-            self._untrained = told
+            self._untrained = reported
         changed = {
-            name: one for name, one in parameters.items() if self._untrained.get(name) != told[name] or _is_cut(one)
+            name: one for name, one in parameters.items() if self._untrained.get(name) != reported[name] or _is_cut(one)
         }
         return held(changed)
 
@@ -195,7 +195,7 @@ class Optimizers:
 
     def states(self) -> list[dict[str, Any]]:
         """Returns the rate and the state of every optimizer: what a checkpoint must bring back."""
-        told = []
+        reported = []
         for optimizer in self.all:
             # a parameter without numbers here (FSDP1: another rank has them) has no state, or the counters of one
             states = [state for key, state in optimizer.state.items() if not hasattr(key, "numel") or key.numel()]
@@ -205,10 +205,10 @@ class Optimizers:
                 for name, one in self.parameters(optimizer).items()
                 if getattr(one, "owner", one) in optimizer.state
             ]
-            told.append(
+            reported.append(
                 {"number": optimizer.samestep_number, "state": kept, "rates": rates_of(optimizer), "names": names}
             )
-        return told
+        return reported
 
     def state_digests(self, optimizer: Any) -> dict[str, list[str]]:
         """Returns what tells the state of each parameter from others, of those that have one."""
@@ -320,9 +320,9 @@ def _is_cut(parameter: Any) -> bool:
 
 def digests(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Returns name -> digest, or None where there is no tensor; that of a part begins with its place."""
-    told = held(tensors)
-    if not any(hasattr(tensor, "place") for tensor in told.values()):
-        return {name: None if tensor is None else digest(tensor) for name, tensor in told.items()}
+    reported = held(tensors)
+    if not any(hasattr(tensor, "place") for tensor in reported.values()):
+        return {name: None if tensor is None else digest(tensor) for name, tensor in reported.items()}
     from samestep.verification.recording.parts import digest_of
 
-    return {name: None if tensor is None else digest_of(tensor) for name, tensor in told.items()}
+    return {name: None if tensor is None else digest_of(tensor) for name, tensor in reported.items()}

@@ -30,7 +30,7 @@ class PathTrace(LooseMode):
         super().__init__()
         self._journal = journal
         self._rates = rates
-        self._told: list[float] = []
+        self._last_rates: list[float] = []
         self._places: dict[tuple[str, str], int] = {}
         self._windows: dict[int, list[Entry]] = {}
         self._entries: list[Entry] = []
@@ -42,8 +42,8 @@ class PathTrace(LooseMode):
     def end(self, window: int) -> None:
         self.leave()
         self.close(window)
-        told = {"places": list(self._places), "windows": self._windows}
-        self._journal.write("path", kept=self._journal.keep(told))
+        path_taken = {"places": list(self._places), "windows": self._windows}
+        self._journal.write("path", kept=self._journal.keep(path_taken))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -57,8 +57,8 @@ class PathTrace(LooseMode):
 
     def _note_rates(self) -> None:
         rates = self._rates()
-        if rates != self._told:
-            self._told = rates
+        if rates != self._last_rates:
+            self._last_rates = rates
             self._add(RATES, rates)
 
     def _add(self, place: tuple[str, str], number: Any) -> None:

@@ -73,14 +73,14 @@ class Recorder(ScriptObserver):
         self._own: Any = None  # an OwnGradients, once an optimizer is there
         self.compressing = Compressing(self.journal, first=context.rank == 0, wanted=lambda: self._sampled)
         self._replicas: list[weakref.ref[Any]] = []  # models in DistributedDataParallel
-        self._replicas_told = 0
+        self._replicas_reported = 0
         self._datasets: dict[str, Any] = {}
         self._dropped_in = -1
         self._masks = 0  # of the window at hand that were looked at
         self._loaded: str | None = None
         self._loaded_buffers: dict[str, str] = {}
         self._averaged: dict[int, dict[str, Any] | None] = {}  # model -> its event of this window; None: several values
-        self._told_averaged = 0
+        self._averages_reported = 0
         self._loaded_averaged: dict[str, str] = {}
         self._collected_at = -1  # the window in which models that nobody holds were collected last
         self._evaluates: str | None = None  # the evaluation whose parameters were written last
@@ -184,7 +184,7 @@ class Recorder(ScriptObserver):
             self._is_fed = True
             self._limit.yielded((batch.loader_pass.key, batch.loader_pass.number))
         self.open_window(evaluating=evaluating, ends=not evaluating and self._ends_pass(batch))
-        asked = len(batch.indices or ())
+        requested = len(batch.indices or ())
         room, number = not self.journal.is_full, self._keep_batch(batch.value) if training else None
         self.journal.write(
             "batch",
@@ -192,8 +192,8 @@ class Recorder(ScriptObserver):
             number=batch.loader_pass.number,
             index=batch.index,
             indices=batch.indices,
-            rows=rows.row_digests(batch.value, asked, loaded=True),
-            size=rows.count(batch.value, asked) or asked,
+            rows=rows.row_digests(batch.value, requested, loaded=True),
+            size=rows.count(batch.value, requested) or requested,
             kept=number,
             room=room,
             training=training,
@@ -239,21 +239,21 @@ class Recorder(ScriptObserver):
 
         One that is used with several values in one window is neither: a copy that a script perturbs, say.
         """
-        if not self.window or self._told_averaged >= MOST_AVERAGED:
+        if not self.window or self._averages_reported >= MOST_AVERAGED:
             return
         known = self._averaged.get(id(model), {})
         if known is None or not (parameters := self.optimizers.averaged(model)):
             return
-        told = digests(parameters)
+        reported = digests(parameters)
         if not known:
-            about = {"window": self.window, "digests": told, "where": call_site(_frame())}
+            about = {"window": self.window, "digests": reported, "where": call_site(_frame())}
             self._averaged[id(model)] = about
-        elif known["digests"] != told:
+        elif known["digests"] != reported:
             self._averaged[id(model)] = None
 
     def _tell_averaged(self) -> None:
         for about in filter(None, self._averaged.values()):
-            self._told_averaged += 1
+            self._averages_reported += 1
             self.journal.write("averaged", **about)
         self._averaged.clear()
 
@@ -355,9 +355,9 @@ class Recorder(ScriptObserver):
 
     def _note_replicas(self, where: str) -> None:
         """Where no step is seen, the parameters that a wrapper declares to be copies tell whether ranks stay alike."""
-        if self.optimizers.all or not self._replicas or self._replicas_told >= MOST_REPLICAS:
+        if self.optimizers.all or not self._replicas or self._replicas_reported >= MOST_REPLICAS:
             return
-        self._replicas_told += 1
+        self._replicas_reported += 1
         self.journal.write("replicas", where=where, parameters=digests(self.replicated()))
         if self.sources is not None:
             self.sources.begin_step()
@@ -504,8 +504,8 @@ class Recorder(ScriptObserver):
 
     def on_worker(self, key: str, worker: int, states: dict[str, bytes], used: list[str]) -> None:
         """Writes down the generators of a DataLoader's worker; called there."""
-        told = {name: digest_of_bytes(state) for name, state in states.items()}
-        self.on_event("worker", key=key, worker=worker, states=told, used=used)
+        reported = {name: digest_of_bytes(state) for name, state in states.items()}
+        self.on_event("worker", key=key, worker=worker, states=reported, used=used)
 
     def on_event(self, kind: str, **fields: Any) -> None:
         self.settle()
@@ -545,8 +545,8 @@ class Recorder(ScriptObserver):
             if kind == "save":
                 with contextlib.suppress(Exception):  # a state that is not there yet is none of the script's business
                     averaged = self._averages()
-                    told = {"optimizers": self.optimizers.states(), "averaged": averaged}
-                    fields["state"] = self.optimizers.digests() | told
+                    reported = {"optimizers": self.optimizers.states(), "averaged": averaged}
+                    fields["state"] = self.optimizers.digests() | reported
             else:
                 self._loaded = fields["path"]
         self.journal.write(kind, window=self.window, event=self.window, **fields)

@@ -79,13 +79,13 @@ def row_digests(value: Any, samples: int = 0, *, loaded: bool = False) -> list[s
     if not size or not tensors or (loaded and len(tensors) < len(rowed(value))):
         return []
     rows = [bytes_of(tensor.cpu()).view(size, -1).numpy() for tensor in tensors]
-    told = []
+    digests = []
     for index in range(size):
         digest = xxhash.xxh3_64()
         for row in rows:
             digest.update(row[index].data)
-        told.append(digest.hexdigest())
-    return told
+        digests.append(digest.hexdigest())
+    return digests
 
 
 def _of(value: Any, samples: int, index: int) -> Iterator[Tensor]:

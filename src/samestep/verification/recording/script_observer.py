@@ -250,13 +250,13 @@ class ScriptObserver(Observer, Callbacks):
         """Returns how many numbers are saved, and how many of tensors that are an optimizer's state, by their names."""
         own = [] if self._by_hand is None else [one.untyped_storage().data_ptr() for one in self._by_hand.state()]
         known = {one for state in self.optimizers.states() for one in state["state"]}
-        told = list(named_tensors(value))
+        reported = list(named_tensors(value))
         mine = {
             name: one.numel()
-            for name, one in told
+            for name, one in reported
             if (own and one.untyped_storage().data_ptr() in own) or (known and one.numel() > 1 and digest(one) in known)
         }
-        return {"own_state": mine, "numbers": sum(one.numel() for _, one in told)}
+        return {"own_state": mine, "numbers": sum(one.numel() for _, one in reported)}
 
     def settle(self) -> None:
         """Whatever comes now, a step that the script takes by its own code has ended before it."""
@@ -357,8 +357,8 @@ class ScriptObserver(Observer, Callbacks):
             values = tensor.double().flatten().tolist()
             if any(value.is_integer() and value > 1 for value in values):
                 self._counted[place] += 1
-                told = {"number": self._counted[place], "group": about["group"], "values": values}
-                self.journal.write("counted", window=self.window, where=place, **told)
+                reported = {"number": self._counted[place], "group": about["group"], "values": values}
+                self.journal.write("counted", window=self.window, where=place, **reported)
 
     def on_file_write(self, path: str | os.PathLike[str]) -> None:
         if self.writes is not None:

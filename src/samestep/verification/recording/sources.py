@@ -78,8 +78,8 @@ class SourceTrace(LooseMode):
     def end(self) -> None:
         self.leave()
         writes = {name: self._writes[place] for place, name in self._names.items() if place in self._writes}
-        told = {"draws": self._draws, "hashes": list(self._hashes), "writes": writes}
-        self._journal.write("sources", kept=self._journal.keep(told))
+        found = {"draws": self._draws, "hashes": list(self._hashes), "writes": writes}
+        self._journal.write("sources", kept=self._journal.keep(found))
 
     def begin_step(self) -> None:
         """An optimizer steps: what it writes is no difference; the script may let its parameters go before the end."""

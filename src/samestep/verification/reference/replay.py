@@ -48,7 +48,7 @@ class Replay(ScriptObserver):
         self._permuted: bool = order.get("permuted", False)
         self._merged: set[int] = set(order.get("merged", []))  # windows whose micro-batches are all given at once
         self._only: list[int] | None = order.get("only")  # at this window, the samples of this rank
-        self._apart: dict[int, int] = dict(order.get("apart", []))  # window -> the optimizer whose gradients add up
+        self._separate: dict[int, int] = dict(order.get("apart", []))  # window -> the optimizer whose gradients add up
         self._turns: int = order.get("turns", 1)  # steps of this process for one of the ranks'
         self._event = 0
         self._put: int | None = None  # the window that began with recorded values last
@@ -290,8 +290,8 @@ class Replay(ScriptObserver):
     def _note_swapped(self) -> None:
         """Keeps the parameters with which the script evaluates, where it has put others there than its steps make."""
         own = {name: one for each in self.optimizers.all for name, one in self.optimizers.parameters(each).items()}
-        told = digests(own)
-        if self._made and any(self._made.get(name, digest) != digest for name, digest in told.items()):
+        digested = digests(own)
+        if self._made and any(self._made.get(name, digest) != digest for name, digest in digested.items()):
             kept = self.journal.keep(self._locals(own))
             where = call_site(sys._getframe(3))  # noqa: SLF001
             self.journal.write("swapped", window=self.window, kept=kept, where=where)
@@ -390,7 +390,7 @@ class Replay(ScriptObserver):
         self._used += 1
         self._use_sizes()
         self._snapshot.note(self._event, self.optimizers.all, self.loss_scale)
-        wanted = self._apart.get(self.window)
+        wanted = self._separate.get(self.window)
         for optimizer in self.optimizers.all:
             if optimizer.samestep_number == wanted:
                 self.journal.write("micro", window=self.window, kept=self._keep_gradients(optimizer))
