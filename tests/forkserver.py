@@ -52,7 +52,7 @@ PRELOADED = (
     "samestep.planning.profile_script",
     "samestep.planning.settings",
     "samestep.verification.recording.recorder",
-    "samestep.verification.reference.alone",
+    "samestep.verification.reference.replay",
 )
 HUGE_PAGE = 1 << 21
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # madvise(2)

@@ -114,18 +114,16 @@ JOINED = (
     "verification/judging/averaged.py",
     "verification/judging/compression.py",
     "verification/machine.py",
+    "verification/numerics.py",
     "verification/online",
     "verification/pages.py",
-    "verification/recording/adjusting.py",
-    "verification/recording/compressing.py",
-    "verification/recording/containers.py",
-    "verification/recording/datasets.py",
-    "verification/recording/flat.py",
-    "verification/recording/parts.py",
-    "verification/recording/writes.py",
+    "verification/recording",
+    "verification/reference",
     "verification/report.py",
+    "verification/restart.py",
     "verification/runner.py",
     "verification/runs.py",
+    "verification/verify.py",
 )
 # Identifiers that hold such a word for a reason: (file, identifier) -> the reason.
 EXCEPTIONS: dict[tuple[str, str], str] = {

@@ -27,7 +27,7 @@ from samestep.instrument import randomness
 from samestep.instrument.callbacks import SUBSCRIBERS, Callbacks, notify, subscribe, unsubscribe_all
 from samestep.instrument.patch import exchange, install, on_import, patch, uninstall, wrap
 from samestep.launch.rank.progress_notes import ProgressNotes, begin
-from samestep.verification.recording.witness import _GROUPS
+from samestep.verification.recording.script_observer import _GROUPS
 
 MODULES = (  # that are patched
     *("torch.distributed.fsdp", "torch.distributed.pipelining.schedules", "torch.distributed.algorithms.join"),

@@ -16,7 +16,7 @@ from samestep.verification.judging.single import Run
 from samestep.verification.recording.limit import Limit
 from samestep.verification.report import Report
 from samestep.verification.runs import Ended
-from samestep.verification.verify import _both, _goes_on, ended_apart
+from samestep.verification.verify import _both, _goes_on, ended_alone
 
 KEY = "train.py:10#1"
 
@@ -230,4 +230,4 @@ def test_a_rank_that_takes_all_steps_by_itself_is_ended_while_others_wait(
     """It trains a teacher, say, which the others wait for."""
     ranks = record(*([{**ended(), "enough": one}] for one in enough))
     run = Run(Ended(code=code, hung=False, failure=None, folder=ranks.folder), ranks)
-    assert ended_apart(run) == rank
+    assert ended_alone(run) == rank

@@ -14,6 +14,7 @@ import torch
 
 from samestep.verification.recording import rows
 from samestep.verification.recording.adjusting import doubled
+from samestep.verification.recording.containers import mapped
 from samestep.verification.reference.joining import UnjoinableError, joined, permuted
 
 
@@ -191,9 +192,9 @@ def in_types(x: torch.Tensor) -> list[Any]:
 
 @pytest.mark.parametrize(("one", "other"), [*zip(in_types(torch.arange(2.0)), in_types(torch.ones(1)), strict=True)])
 def test_a_batch_comes_back_as_its_own_type(one: Any, other: Any) -> None:
-    batch = joined([rows.held(one), rows.held(other)], [2, 1])
+    batch = joined([mapped(one, torch.clone), mapped(other, torch.clone)], [2, 1])
     again = doubled(permuted(batch, torch.tensor([2, 0, 1])))
-    assert type(one) is type(rows.held(one)) is type(batch) is type(again)
+    assert type(one) is type(mapped(one, torch.clone)) is type(batch) is type(again)
     assert rows.leaves(again)[0].tolist() == [1, 0, 1]
     assert rows.leaves(again)[0].dtype == torch.float64
     assert rows.leaves(one)[0].tolist() == [0, 1]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from samestep.verification.recording import modules
+from samestep.verification.recording import naming as modules
 
 
 class Module:

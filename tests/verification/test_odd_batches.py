@@ -13,8 +13,8 @@ import samestep
 from samestep.verification.journal import TraceWriter
 from samestep.verification.judging.record import Record
 from samestep.verification.recording import rows
-from samestep.verification.recording.witness import StopRecording
-from samestep.verification.reference.alone import Alone
+from samestep.verification.recording.script_observer import StopRecording
+from samestep.verification.reference.replay import Replay
 
 SCRIPT = """
 import numpy as np, torch, torch.distributed as dist
@@ -85,7 +85,7 @@ def test_rows_are_told_apart_by_what_has_rows() -> None:
 
 
 def test_the_script_alone_ends_where_no_more_batches_were_kept(tmp_path: Path) -> None:
-    alone: Any = Alone.__new__(Alone)
+    alone: Any = Replay.__new__(Replay)
     alone.journal, alone.record = TraceWriter(tmp_path, 0), Record(tmp_path, [])
     with pytest.raises(StopRecording):
         alone._joined([(0, {"kept": None, "room": False, "size": 2, "indices": [0, 1]})], None)

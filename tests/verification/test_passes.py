@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
-from samestep.verification.recording.losses import terms_of
-from samestep.verification.recording.passes import described, scale_of
+from samestep.verification.recording.datasets import described
+from samestep.verification.recording.graph import scale_of, terms_of
 
 
 class Half(BatchSampler):

@@ -123,7 +123,7 @@ def swapped(folder: Path, value: torch.Tensor) -> Run:
     """One process that evaluates with a value which its steps have not made."""
     folder.mkdir()
     journal = TraceWriter(folder, 0)
-    kept = journal.keep(lambda path: torch.save({"w": value}, path))
+    kept = journal.keep({"w": value})
     event = {"kind": "swapped", "window": 2, "kept": kept, "where": "train.py:40"}
     ended = Ended(code=0, hung=False, failure=None, folder=folder)
     return Run(ended, Record(folder, [Rank(0, [event])]))
@@ -141,9 +141,8 @@ def swapped(folder: Path, value: torch.Tensor) -> Run:
 def test_an_average_to_evaluate_with_is_held_against_one_process_s(
     tmp_path: Path, ranks: float, one: float, rounded: float, *, is_found: bool
 ) -> None:
-    kept = TraceWriter(tmp_path / "ranks", 0).keep(
-        lambda path: torch.save({"parameters": {0: {"w": torch.full((4,), ranks)}}, "buffers": {}}, path)
-    )
+    values = {"parameters": {0: {"w": torch.full((4,), ranks)}}, "buffers": {}}
+    kept = TraceWriter(tmp_path / "ranks", 0).keep(values)
     made = digest(torch.full((4,), 2.0))
     steps = [step(0, "g", parameters={"w": made}), {"kind": "window", "number": 2, "kept": kept}]
     record, report = Record(tmp_path / "ranks", [Rank(0, steps)]), Report(ranks=2)

@@ -21,7 +21,7 @@ from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
-from samestep.verification.recording.chance import joined
+from samestep.verification.recording.chance import joined_draws
 from samestep.verification.recording.own_gradients import OwnGradients
 from samestep.verification.runs import Ended
 
@@ -390,10 +390,10 @@ def test_what_is_no_repetition(
 
 
 def test_one_process_gets_what_a_rank_has_drawn() -> None:
-    whole = joined("torch.randn", torch.zeros(2), [torch.ones(2)])
+    whole = joined_draws("torch.randn", torch.zeros(2), [torch.ones(2)])
     assert whole is not None
     assert whole.tolist() == [1, 1]
-    assert joined("torch.randn", torch.zeros(2), [torch.ones(3)]) is None
+    assert joined_draws("torch.randn", torch.zeros(2), [torch.ones(3)]) is None
 
 
 def test_what_is_drawn_before_the_samples_are_there_is_no_noise() -> None:

@@ -53,7 +53,6 @@ the ranks, or what would decide could not be compared); 2 for a usage error."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit code."""
     options = _parser().parse(arguments)
     if options.explain is not None:
         return _explain(options.explain)
@@ -115,7 +114,6 @@ class _Progress:
             sys.stderr.flush()
 
     def say(self, what: str) -> None:
-        """Says it."""
         line = f"samestep: {time.monotonic() - self._began:4.0f} s  {what}"
         sys.stderr.write(f"\r\x1b[K{line}" if self._is_terminal else f"{line}\n")
         sys.stderr.flush()

@@ -1,11 +1,7 @@
-"""Reports DataLoaders: which samples each pass yields, also where workers load them.
+"""Reports DataLoaders: which samples each pass yields, also where workers load them, and where datasets were made.
 
 A loader is named by the line that made it and its number among those made there. So the same loader has the same name
 on every rank, and in a process of its own, though rank 0 may have one more.
-
-Also read are the order that a sampler would still give, without loading the data, and where datasets of torch's own
-kinds were made (TensorDataset, Subset, ConcatDataset): what such a dataset holds was put into it on that line. The
-same is known of torch's DistributedSampler.
 """
 
 from __future__ import annotations
@@ -13,9 +9,8 @@ from __future__ import annotations
 import random
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -229,25 +224,40 @@ def _generators_kept(loader: Any) -> Iterator[None]:
     import numpy as np
     import torch
 
-    back: list[Callable[[], object]] = [
-        partial(torch.set_rng_state, torch.get_rng_state()),
-        partial(random.setstate, random.getstate()),
-        partial(np.random.set_state, np.random.get_state()),  # noqa: NPY002  (the script may use it)
-    ]
-    for one in [one for owner in (loader, *samplers_of(loader)) for one in getattr(owner, "__dict__", {}).values()]:
-        if isinstance(one, torch.Generator):
-            back.append(partial(one.set_state, one.get_state()))
-        elif isinstance(one, random.Random):
-            back.append(partial(one.setstate, one.getstate()))
-        elif isinstance(one, np.random.Generator):
-            back.append(partial(setattr, one.bit_generator, "state", one.bit_generator.state))
-        elif isinstance(one, np.random.RandomState):
-            back.append(partial(one.set_state, one.get_state()))
+    held = [one for owner in (loader, *samplers_of(loader)) for one in getattr(owner, "__dict__", {}).values()]
+    before = [(one, generator_state(one)) for one in (torch.default_generator, *filter(is_generator, held))]
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  (the script may use it)
     try:
         yield
     finally:
-        for put_back in back:
-            put_back()
+        for one, state in before:
+            restore_generator(one, state)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+def is_generator(value: Any) -> bool:
+    import numpy as np
+    import torch
+
+    return isinstance(value, np.random.Generator | np.random.RandomState | random.Random | torch.Generator)
+
+
+def generator_state(generator: Any) -> Any:
+    if hasattr(generator, "bit_generator"):  # of NumPy
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state()
+
+
+def restore_generator(generator: Any, state: Any) -> None:
+    if hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 # --- datasets --------------------------------------------------------------------------------

@@ -1,12 +1,5 @@
 """Replaces functions of torch and Python, with undo, and finds the line of the script that calls them.
 
-    schedules = Group()
-
-    @schedules.patch("torch.amp.grad_scaler", "GradScaler.step")
-    def _step(original, scaler, optimizer, *args, **kwargs): ...
-
-    install(schedules)
-
 Code that torch.compile traces calls the original: a replacement would end its graph. The original is `__wrapped__` of
 what stands in its place.
 """
@@ -80,14 +73,7 @@ class Group:
     def patch(
         self, module: str, *names: str, compiled: bool = False, package: str | None = None
     ) -> Callable[[Any], Any]:
-        """Returns a decorator that puts a function in the place of others, as :func:`patch` does.
-
-        Args:
-            module: in which they are.
-            names: "function" or "Class.method" there.
-            compiled: as of :func:`patch`.
-            package: likewise.
-        """
+        """Returns a decorator that replaces "function" or "Class.method" of a module, as :func:`patch` does."""
 
         def add(replacement: Callable[..., Any]) -> Any:
             def act(home: ModuleType) -> None:
@@ -126,11 +112,8 @@ def on_import(name: str, act: Act) -> None:
 def patch(owner: Any, name: str, *, compiled: bool = False, package: str | None = None) -> Callable[[Any], Any]:
     """Returns a decorator that puts a function in the place of `owner.name`, which it gets as its first argument.
 
-    Args:
-        owner: a class or a module.
-        name: of the function.
-        compiled: also in code that torch.compile traces.
-        package: replace it in all modules of this package that have imported it.
+    The owner is a class or a module. `compiled` replaces it in code that torch.compile traces, too; `package` in all
+    modules of this package that have imported it.
     """
 
     def replace(replacement: Callable[..., Any]) -> Any:

@@ -1,9 +1,5 @@
 """Computes a step of torch.distributed.pipelining once more, without micro-batches, and reports both gradients.
 
-    before schedule.step     rank 0: stage 0 (batch) ─▶ rank 1: stage 1 ─▶ loss of all targets       the whole batch
-                                                    ◀─                ◀─  its gradients: right
-    schedule.step            the script's own: .grad afterwards, less what was there before: added
-
 The stages are the script's own modules, with the parameters that they have; buffers are restored. Messages are
 collectives of the process group itself, so that none is taken for the script's.
 """

@@ -1,7 +1,4 @@
-"""Reports random numbers that a script draws itself, and switches off what draws or rounds inside of torch.
-
-Only what the script's own lines ask for is reported: noise, latent vectors, permutations, mixing weights. What torch
-draws inside (initialisation, samplers) is seen in its effects.
+"""Reports random numbers that the script's own lines draw, and switches off dropout and autocast.
 
 Dropout draws other masks for other batch shapes; reduced precision hides what is to be seen (a mean of means in
 bfloat16 lies below its rounding error). Recorded ranks and the script alone run without both, and the report says so.

@@ -36,7 +36,7 @@ from samestep.progress import ProgressListener
 from samestep.rankenv import variable
 from samestep.verification.journal import SPAWNED, TraceWriter
 from samestep.verification.recording.adjusting import adjusted
-from samestep.verification.recording.witness import StopRecording
+from samestep.verification.recording.script_observer import StopRecording
 
 RESULT = "profile.json"  # beside the journals
 WARM_UP = 3  # steps before those that are timed; each of them measures something else

@@ -7,9 +7,12 @@ memory. Against chance, not against forgery: two tensors that differ have the sa
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 import xxhash
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["bytes_of", "digest", "digest_of_bytes", "short_digest"]
 
@@ -21,6 +24,7 @@ def digest(tensor: Tensor) -> str:
         tensor: dense, of any shape and device; strides do not matter. Of a DTensor, this rank's part.
 
     Example:
+        >>> import torch
         >>> digest(torch.tensor([1.0, 2.0])) == digest(torch.tensor([2.0, 1.0]))
         False
     """
@@ -44,11 +48,15 @@ def digest_of_bytes(data: bytes) -> str:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """Returns the bytes of a dense tensor's values, shape [bytes], uint8, on its device; a view where possible."""
+    import torch  # not above: observers of a script take digests, and must not import torch before it does
+
     local = getattr(tensor, "_local_tensor", tensor).detach().resolve_conj().resolve_neg()
     return local.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _data(tensor: Tensor) -> memoryview:
+    import torch
+
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_quantized:

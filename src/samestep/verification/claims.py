@@ -1,17 +1,7 @@
 """Pairs of runs that must agree, of scripts that use samestep and of models in stages.
 
-of scripts that use samestep
-    meaning          N ranks in float64 and one process in float64, whose rounding is a billion times smaller
-    implementation   N ranks and one process, both as N virtual ranks: every bit of every gradient and parameter,
-                     through dropout, at every step
-    resume           a rank killed (kill -9) behind a save; what resumes goes on with the bits of the run that was not
-of models in stages
-    stages           each rank has a part of the parameters: together they have the bits of one process that takes the
-                     same micro-batches, with the script's own dropout
-    devices          processes that hold all stages have the bits that they have with one stage, on one device
-    replicas         sums are taken in another order: replicas have equal bits, and their gradients agree with those of
-                     one process, both in float64 and without dropout
-    schedules        of torch.distributed.pipelining: a step agrees with that of the whole batch at once
+Each `judge` function says what it compares: float64, virtual ranks and a resume for scripts that use samestep; stages,
+devices, replicas and schedules for pipelines.
 """
 
 from __future__ import annotations
@@ -111,7 +101,7 @@ def judge(runner: Runner, record: Record, report: Report) -> None:
 
 
 def judge_in_float64(runner: Runner, steps: int, report: Report) -> None:
-    """Compares the ranks with one process, both in float64."""
+    """Compares the ranks with one process, both in float64, whose rounding is a billion times smaller."""
     ranks = runner.recorded(f"recording {runner.ranks} ranks in float64", runner.ranks, steps=steps, double=True)
 
     def alone(name: str = "", chosen: list[int] | None = None, **order: Any) -> Run:
@@ -137,7 +127,7 @@ def judge_in_float64(runner: Runner, steps: int, report: Report) -> None:
 
 
 def judge_virtual_ranks(runner: Runner, size: int, steps: int, report: Report) -> None:
-    """Compares `size` processes with one process, both as virtual ranks."""
+    """Compares the bits of `size` processes and of one, both as virtual ranks, with the script's own dropout."""
     if size & (size - 1):
         report.remarks.append(f"not compared bit for bit with virtual ranks: {size} is no power of two")
         return

@@ -1,9 +1,7 @@
 """Restores the files that a script writes: every run finds them as the first run did.
 
-A script that saves and resumes would otherwise train on in the second run. Each run gets an overlay of the folders
-that the script may write to (:mod:`samestep.launch.overlay`). Where the kernel does not allow it, as in most
-containers, and for paths elsewhere, ranks note what they write before they do
-(:mod:`samestep.verification.recording.writes`); it is taken away, or put back, when the run has ended.
+Each run gets an overlay of the folders that the script may write to (:mod:`samestep.launch.overlay`). Where there is
+none, ranks note what they write (:mod:`samestep.verification.recording.writes`), and it is restored behind the run.
 """
 
 from __future__ import annotations

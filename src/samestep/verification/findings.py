@@ -1,15 +1,7 @@
 """What `samestep verify` compares, and its findings: data only. No torch here.
 
-LEGS is the whole of it: each property of a training, what the ranks record of it, what that is held against, and which
-findings there are.
-
-A finding is an error or a note. A note is a difference that was declared (local BatchNorm statistics, padding in
-training): the report shows it, and it is no reason to call the training different.
-
-    same          every property that could be checked is identical or agrees, and all that decide were checked
-    different     at least one error
-    inconclusive  neither: the script crashes alone too, the machine ended the ranks, or what would decide could not be
-                  compared
+LEGS lists the properties of a training: what the ranks record of it, what that is compared with, and the findings. A
+note is a difference that the script declares (local BatchNorm statistics, padding): it does not change the verdict.
 """
 
 from __future__ import annotations
@@ -157,7 +149,6 @@ class Finding:
     where: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what the table does not have."""
         if not self.property:
             first = next((name for name, leg in LEGS.items() if self.code in leg.codes), self.code)
             object.__setattr__(self, "property", first)
@@ -165,7 +156,6 @@ class Finding:
             raise ValueError(f"{self.code} is no finding about {self.property}")
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the entry of `verify --json`."""
         keys = ("code", "severity", "rank", "step", "tensor", "factor", "where", "cause", "fix")
         fields = asdict(self)
         return {key: fields[key] for key in keys}

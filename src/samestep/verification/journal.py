@@ -1,20 +1,18 @@
-"""The event log of one process: its writer and its readers. No torch here.
-
-    FOLDER/
-      rank0.jsonl        an event a line: {"kind": "step", …}; written at once, so a death loses nothing
-      rank0/00017.pt     values too big for a line, by number (:meth:`Journal.keep`)
+"""The event log of one process: rank0.jsonl, an event a line, and rank0/00017.pt, its big values. No torch here.
 
 No process sends anything to another: watching can neither reorder communication nor wait for it. A line is one write,
-so processes that a rank has forked (a DataLoader's workers) append to the same file.
+so processes that a rank has forked (a DataLoader's workers) append to the same file, and a death loses nothing.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from samestep.instrument.script_io import save_unreported
 
 SPAWNED = "spawned"  # the folder of ranks that the script itself has started
 MOST_KEPT = 2 << 30  # bytes of values that one process keeps
@@ -32,7 +30,6 @@ class TraceWriter:
         self._file = os.open(folder / f"rank{rank}.jsonl", flags, 0o600)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Appends one event."""
         os.write(self._file, (json.dumps({"kind": kind, **fields}, separators=(",", ":")) + "\n").encode())
 
     @property
@@ -40,14 +37,14 @@ class TraceWriter:
         """Whether there is no more room for values."""
         return self._kept > MOST_KEPT
 
-    def keep(self, save: Callable[[Path], None]) -> int | None:
-        """Lets `save` write a value into a file of its own; returns its number, None where there is no more room."""
+    def keep(self, value: Any) -> int | None:
+        """Saves a value in a file of its own; returns its number, None where there is no more room."""
         if self.is_full:
             return None
         self.values.mkdir(exist_ok=True)
         self._count += 1
         path = self.values / f"{self._count:05d}.pt"
-        save(path)
+        save_unreported(value, path)
         self._kept += path.stat().st_size
         return self._count
 
@@ -71,7 +68,6 @@ def first(path: Path) -> Event | None:
 
 
 def value_path(folder: Path, rank: int, number: int) -> Path:
-    """Returns the path of a big value."""
     return folder / f"rank{rank}" / f"{number:05d}.pt"
 
 

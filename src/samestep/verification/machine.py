@@ -1,9 +1,7 @@
 """Failures of the machine and not of the script: a taken port, no memory, a full disk, a lost agent.
 
-Such a run tells of the machine. Alone the script may well end as it should, for one process opens no port that others
-need, and takes a part of the memory; so to say "different" would be wrong as often as the machine is busy.
-
-A port that the ranks themselves take twice is the script's own mistake: once they are gone, it is free again.
+One process alone opens no port that others need, and takes less memory: that it ends well accuses no script here. A
+port that the ranks themselves take twice is the script's own mistake: once they are gone, it is free again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """How far two gradients are apart, and whether that is rounding.
 
-The error of a sum scales with the sizes of what is added, not with the size of the sum, so elements are not compared
-one by one: a tensor's error is the norm of the difference over the norm of the tensor, where tensors that are nearly
-zero are held against the whole gradient. Rounding is measured: the same step with its samples in another order
-(Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., ch. 4: an error bound in any order of summation).
+A tensor's error is the norm of the difference over the norm of the tensor; small tensors are compared with the whole
+gradient. Rounding is measured: the same step with its samples in another order (Higham, Accuracy and Stability of
+Numerical Algorithms, 2nd ed., ch. 4).
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-
-__all__: list[str] = []
 
 Gradients = Mapping[str, Tensor | None]  # by the parameters' names
 
@@ -131,8 +128,8 @@ def mean(parts: Sequence[Gradients]) -> dict[str, Tensor | None]:
     """
     found: dict[str, Tensor | None] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        told = [one for part in parts if (one := part.get(name)) is not None]
-        found[name] = sum(told[1:], told[0]) / len(parts) if told else None
+        present = [one for part in parts if (one := part.get(name)) is not None]
+        found[name] = sum(present[1:], present[0]) / len(parts) if present else None
     return found
 
 

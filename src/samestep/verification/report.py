@@ -147,12 +147,7 @@ def is_open(report: Report, name: str) -> bool:
 
 
 def shown(report: Report, *, verbose: bool = False) -> str:
-    """Returns the report, with a line feed at its end.
-
-    Args:
-        report: what was found.
-        verbose: show every property with its margin, and all remarks; else two lines of what was checked and what not.
-    """
+    """Returns the report as text: with `verbose` every property with its margin, and all remarks."""
     lines = [_title(report), ""]
     for finding in report.findings:
         lines += [*finding_lines(finding), ""]

@@ -1,8 +1,4 @@
-"""Whether a script that is killed, and started again, goes on as if it had not been.
-
-    recorded        0 ─ 1 ─ 2 ─ save ─ 3 ─ 4 ─ 5 ─ …
-    first start     0 ─ 1 ─ 2 ─ save ─ 3 ─ kill -9 of rank 0
-    second start                load ─ 3 ─ 4 ─ 5 ─ …       finds the files that the first has left
+"""Judges whether a script that is killed, and started again, goes on as if it had not been.
 
 Both starts, one behind the other, are judged as a script that saves and loads in one process; and the steps of the
 second are compared with those that were recorded without a stop.
@@ -23,8 +19,6 @@ from samestep.verification.judging.record import Rank, Record
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner
 
-__all__: list[str] = []
-
 _STOPPED = "rank 0 was killed behind step {}, and the script started again"
 _NO_MORE = "killed behind a save and started again, the script takes no step"
 _NOTHING_LOADED = "killed behind a save and started again, the script loads nothing of it"
@@ -33,11 +27,7 @@ _NOTHING_LOADED = "killed behind a save and started again, the script loads noth
 def judge(runner: Runner, record: Record, how: dict[str, Any], report: Report) -> None:
     """Starts a script twice that saves while it trains, and has code to load, and judges how the second start goes on.
 
-    Args:
-        runner: of the script.
-        record: of its ranks, without a stop.
-        how: what that recording was asked for.
-        report: to add to; one with errors stays as it is.
+    `record` is of the ranks without a stop, and `how` what that recording was asked for.
     """
     if report.errors or report.coverage.get("checkpoint") != unchecked(storage.NOT_LOADED):
         return
@@ -110,7 +100,7 @@ def _goes_on(record: Record, again: Record, begun: int, *, bits: bool) -> Iterat
                 fix='save {"scheduler": scheduler.state_dict()} as well, and load it',
             )
             return
-        if _rows(record, one) != _rows(again, other) or _draw_apart(_drawn(record, one), _drawn(again, other)):
+        if _rows(record, one) != _rows(again, other) or _draws_differ(_drawn(record, one), _drawn(again, other)):
             yield Finding(
                 code="checkpoint-inexact",
                 step=step,
@@ -150,7 +140,7 @@ def _drawn(record: Record, step: Event) -> dict[tuple[int, str], list[str | None
     return drawn
 
 
-def _draw_apart(
+def _draws_differ(
     without: dict[tuple[int, str], list[str | None]], again: dict[tuple[int, str], list[str | None]]
 ) -> bool:
     """Whether a second start draws otherwise; in its first step there is also what a start draws, before that step."""
@@ -179,9 +169,9 @@ def _behind(rank: Rank) -> Callable[[Event], Event]:
     def moved(event: Event) -> Event:
         by = {"event": steps, "window": windows, "optimizer": optimizers}
         by |= {"number": optimizers if event["kind"] == "optimizer" else passes if "key" in event else 0}
-        told = {name: event[name] + by[name] for name in by.keys() & event.keys() if event[name] is not None}
+        counted = {name: event[name] + by[name] for name in by.keys() & event.keys() if event[name] is not None}
         if "optimizers" in event:
-            told["optimizers"] = [{**one, "number": one["number"] + optimizers} for one in event["optimizers"]]
-        return {**event, **told}
+            counted["optimizers"] = [{**one, "number": one["number"] + optimizers} for one in event["optimizers"]]
+        return {**event, **counted}
 
     return moved

@@ -21,7 +21,7 @@ from samestep.verification.files import Files
 from samestep.verification.judging.record import Record, read
 from samestep.verification.judging.single import Run
 
-_ALONE = "samestep.verification.reference.alone:Alone"
+_REPLAY = "samestep.verification.reference.replay:Replay"
 _RECORDER = "samestep.verification.recording.recorder:Recorder"
 
 _STILL_S = 10.0  # after which it is said that nothing moves, and again after as many seconds more
@@ -51,7 +51,7 @@ def fork_server_for(script: runs.Script, ranks: int) -> Iterator[PreforkServer |
     if script.mpi or fork_blocker(source):
         yield None
         return
-    modules = [name.partition(":")[0] for name in (_RECORDER, _ALONE)]
+    modules = [name.partition(":")[0] for name in (_RECORDER, _REPLAY)]
     fork_server = PreforkServer({"PYTHONHASHSEED": "1", **runs.shared_variables(threads_per_rank(ranks))}, modules)
     try:
         yield fork_server
@@ -109,16 +109,16 @@ class Runner:
         return self._run(name, self.ranks, _RECORDER, {"steps": steps, "passes": passes, "keep_all": keep_all}, None)
 
     def alone(self, name: str, record: Record, ranks: list[int] | None = None, **order: Any) -> Run:
-        """Runs it in one process on what `ranks` have used, by default all; `order` is for :class:`Alone`."""
+        """Runs it in one process on what `ranks` have used, by default all; `order` is for :class:`Replay`."""
         chosen = [rank.number for rank in record.data.ranks] if ranks is None else ranks
         order = {"recorded": str(record.folder), "ranks": chosen, "together": record.size, **order}
         order |= {"batch_after_batch": True} if self.batch_after_batch else {}
         self._begin(f"the script alone, {name}")
-        run = self._run(name, 1, _ALONE, order, self.fork_server)
+        run = self._run(name, 1, _REPLAY, order, self.fork_server)
         if self.gpus_of_one and record.steps and not run.steps:  # it may insist on more GPUs
             self.gpus_of_one = {}
             self.say(f"the script alone, {name}: once more, with all GPUs")
-            run = self._run(f"{name}, with all GPUs", 1, _ALONE, order, self.fork_server)
+            run = self._run(f"{name}, with all GPUs", 1, _REPLAY, order, self.fork_server)
         return run
 
     def started_twice(self, step: int, first: dict[str, Any], second: dict[str, Any]) -> tuple[Run, Run]:

@@ -1,7 +1,4 @@
-"""One supervised run of a script: its output in a file, its time limited, no process left over.
-
-    samestep run --start spawn --hash-seeds -n N script args      SAMESTEP_OBSERVERS=…   SAMESTEP_VERIFY={"folder": …}
-    samestep run --start fork -n N script args                    the same, forked: no import of torch
+"""One supervised run of the script: its output in a file, its time limited, no process left over.
 
 A run hangs when none of its journals grows for a while, and neither a rank nor a process that it has started computes.
 Its ranks are then asked for their stacks, and ended.
@@ -45,7 +42,6 @@ class Script:
     local_rank: str | None = None  # the option that brings each rank its local one, "--local-rank" or "--local_rank"
 
     def words(self) -> list[str]:
-        """Returns it as words of a command line."""
         return [*(["-m"] if self.is_module else []), self.program, *self.arguments]
 
 
@@ -59,7 +55,6 @@ class Ended:
     folder: Path  # of its journals, its output ("output.txt") and its ranks' logs ("run/")
 
     def tail(self, lines: int = 8) -> str:
-        """Returns the last lines of its output."""
         try:
             text = (self.folder / "output.txt").read_bytes()[-20_000:].decode(errors="replace")
         except OSError:
@@ -88,17 +83,9 @@ def run(
 ) -> Ended:
     """Runs the script on so many ranks, each watched by `observer`, which finds `order` in SAMESTEP_VERIFY.
 
-    Args:
-        script: to run.
-        ranks: how many.
-        folder: for everything that it leaves; made here.
-        observer: "package.module:Name".
-        order: what the observer is told, beside the folder.
-        still_s: seconds without a sign of life until it counts as hung.
-        threads: that each process may use.
-        variables: more environment variables.
-        fork_server: has imported torch for so many threads, and starts the run; fresh interpreters without one.
-        progress: called again and again with the folder, and the seconds without a sign of life.
+    Everything that the run leaves is in `folder`, which is made here. It counts as hung after `still_s` seconds without
+    a sign of life; `progress` is called again and again with the folder and these seconds. The fork server has imported
+    torch for so many threads, and starts the run; without one, fresh interpreters do.
     """
     folder.mkdir(parents=True)
     arguments = [
@@ -183,7 +170,6 @@ def _computed(pid: int) -> float:
 
 
 def pids(folder: Path) -> list[int]:
-    """Returns the processes that have a journal."""
     paths = (folder / "journals").rglob("rank*.jsonl")
     first = [journal.first(path) for path in paths]  # asked again and again: a whole journal may have megabytes
     return [int(event["pid"]) for event in first if event is not None and event["kind"] == "begin"]

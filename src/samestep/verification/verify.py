@@ -114,7 +114,6 @@ def examine(
     still_s: float = runs.HANG_TIMEOUT_S,
     say: Say = lambda _: None,
 ) -> Report:
-    """Does what :func:`verify` does, and tells `say` what goes on."""
     folder = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     try:
         with fork_server_for(script, ranks) as fork_server:
@@ -147,11 +146,11 @@ def _recorded(runner: Runner, steps: int) -> tuple[Run, Run | None, list[str]]:
     recorded, whole = _both(runner, steps, PASSES, "all samples")
     if (without := _without_own_training(runner, steps, recorded.record)) is not None:
         return without
-    if (rank := ended_apart(recorded)) is not None:
+    if (rank := ended_alone(recorded)) is not None:
         recorded, whole = _both(runner, _MORE * steps, 0, "all samples of more steps")
         return recorded, whole, [f"rank {rank} takes more than {steps} steps by itself, so more were recorded"]
-    apart = recorded.has_failed and not reached.are_alike(recorded.record)
-    if reached.is_cut(recorded.record) and (apart or (whole is not None and whole.has_failed)):
+    is_unequal = recorded.has_failed and not reached.are_alike(recorded.record)
+    if reached.is_cut(recorded.record) and (is_unequal or (whole is not None and whole.has_failed)):
         recorded, whole = _both(runner, steps, 0, "all samples of whole passes")
         return recorded, whole, ["no pass was ended early: the script fails where one is"]
     ended_well = whole is not None and not (recorded.has_failed or whole.has_failed)
@@ -181,11 +180,11 @@ def _without_own_training(runner: Runner, steps: int, record: Record) -> tuple[R
     return recorded, whole, [what, *reached.remarks(recorded.record)]
 
 
-def ended_apart(recorded: Run) -> int | None:
+def ended_alone(recorded: Run) -> int | None:
     """Returns a rank whose recording has ended while others waited for it: it trains a model by itself, say."""
-    told = [(rank.number, rank.ended is not None and rank.ended["enough"]) for rank in recorded.record.ranks]
-    first = next((number for number, is_over in told if is_over), None)
-    return first if recorded.has_failed and not all(is_over for _, is_over in told) else None
+    over = [(rank.number, rank.ended is not None and rank.ended["enough"]) for rank in recorded.record.ranks]
+    first = next((number for number, is_over in over if is_over), None)
+    return first if recorded.has_failed and not all(is_over for _, is_over in over) else None
 
 
 def _both(runner: Runner, steps: int, passes: int, name: str, *, keep_all: bool = False) -> tuple[Run, Run | None]:
@@ -218,7 +217,7 @@ def _goes_on(record: Record) -> bool:
 
 def _verified(runner: Runner, steps: int) -> Report:
     recorded, whole, remarks = _recorded(runner, steps)
-    ended, record = recorded.ended, recorded.record
+    record = recorded.record
     steps = max(steps, record.asked)
     report = Report(ranks=record.size or runner.ranks, steps=record.asked, remarks=remarks)
     foreign = states.foreign_to(record) or (None if whole is None else states.by_hand(record, whole))
@@ -230,20 +229,14 @@ def _verified(runner: Runner, steps: int) -> Report:
     def own_pace() -> Record:
         return runner.recorded("one process at its own pace", 1, steps=record.size * record.steps).record
 
-    if record.ranks:
-        for judge in (
-            (communication.judge, storage.judge)
-            if foreign
-            else (
-                functools.partial(states.judge, own_pace=own_pace),
-                functools.partial(samples.judge, own_pace=own_pace),
-                control.judge,
-                communication.judge,
-                storage.judge,
-            )
-        ):
-            with leaving_open(report):
-                judge(record, report)
+    judges: list[Callable[[Record, Report], None]] = [communication.judge, storage.judge]
+    if foreign is None:
+        of_states = functools.partial(states.judge, own_pace=own_pace)
+        of_samples = functools.partial(samples.judge, own_pace=own_pace)
+        judges = [of_states, of_samples, control.judge, *judges]
+    for judge in judges if record.ranks else []:
+        with leaving_open(report):
+            judge(record, report)
     if whole is not None and record.steps and not record.is_cut and foreign is not None and not whole.has_failed:
         with leaving_open(report):
             parts.judge(record, whole, report)
@@ -257,26 +250,28 @@ def _verified(runner: Runner, steps: int) -> Report:
         with leaving_open(report):
             _judge_pipeline(runner, record, report)
         report.conclude()
-        report.remarks += _remarks(ended, report)
+        report.remarks += _remarks(recorded.ended, report)
         return report
     if foreign is None:
         with leaving_open(report):
             _compare(runner, record, whole, own_pace, report)
-    if ended.hung or ended.code != 0:
+    if recorded.has_failed:
         _blame(recorded, whole, report)
-    elif whole.ended.hung or whole.ended.code != 0:
+    elif whole.has_failed:
         report.inconclusive = f"alone, with the samples of all ranks, the script fails: {_reason(whole.ended)}"
     with leaving_open(report):
         claims.judge(runner, record, report)
-    if not ended.hung and ended.code == 0:
+    if not recorded.has_failed:
         with leaving_open(report):
             restart.judge(runner, record, {"steps": steps, "passes": PASSES}, report)
-    if foreign is None and not ended.hung and ended.code == 0:
+    if foreign is None and not recorded.has_failed:
         for locate in (_locate_lines, _locate_decisions, _locate_sources, _locate_samples):
             with leaving_open(report):
                 locate(runner, record, steps, report)
     report.conclude()
-    report.remarks += _remarks(ended, report, [one["path"] for rank in record.ranks for one in rank.of("load")])
+    report.remarks += _remarks(
+        recorded.ended, report, [one["path"] for rank in record.ranks for one in rank.of("load")]
+    )
     return report
 
 
@@ -412,10 +407,10 @@ def _imports(position: str) -> bool:
 def _blame(recorded: Run, whole: Run, report: Report) -> None:
     """Says what a run that ended badly was: a difference, unless it ends so alone too, or the machine did it."""
     ended, record, alone = recorded.ended, recorded.record, whole.ended
-    if (rank := ended_apart(recorded)) is not None:
+    if (rank := ended_alone(recorded)) is not None:
         report.inconclusive = f"rank {rank} takes steps by itself, while others wait for it; ask for more with --steps"
         return
-    if alone.hung or alone.code != 0:
+    if whole.has_failed:
         where = f", at {alone.failure['where']}" if alone.failure and alone.failure.get("where") else ""
         report.inconclusive = f"the script fails alone too{where}: {_reason(alone)}"
         return
@@ -498,43 +493,45 @@ def _finished(loaded: Sequence[str]) -> str:
 
 
 def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], Record], report: Report) -> None:
-    """Adds what the script alone tells, with all samples, and what further runs do."""
+    """Compares the ranks with the script alone, and with further runs of it."""
+    if not record.steps:
+        return
+    others = _further_runs(runner, record, whole, own_pace)
+    if record.is_averaged_within:  # by its update it is known how such a step uses gradients
+        compared = Updates(record, whole, others).judge(report)
+        if record.is_by_hand:
+            storage.judge_with(record, compared, report)
+        report.remarks.append(by_hand.REMARK if record.is_by_hand else by_hand.WITHIN)
+    Comparison(record, whole, others).judge(report)
+    rates.judge_scaled(record, own_pace, report)
+    if not record.is_averaged_within:
+        Updates(record, whole, others).judge(report)
+    if whole.apart is None:
+        compression.judge(record, whole, report)
+    if states.local_steps(record) is None:  # else the buffers are each rank's own
+        moved.judge(record, whole, report)
+    if states.evaluates_apart(record):
+        report.cover("evaluation", unchecked("between two averages each rank evaluates parameters of its own"))
+    else:
+        if not report.errors and states.averaged_behind(record) is None:
+            evaluation.judge_swapped(record, whole, others.permuted, report)
+        evaluation.judge(record, whole.record, report, others.permuted, apart=whole.apart is not None)
+        storage.judge_moments(record, whole.record, report)
+    _conclude_on_data(record, whole.record, own_pace, report)
+    if whole.record.ranks and whole.record.ranks[0].of("collated"):
+        report.remarks.append("batches of unlike shapes were made anew from their samples, by their collate_fn")
+
+
+def _further_runs(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], Record]) -> Others:
     everybody = [rank.number for rank in record.data.ranks]
     alone = functools.partial(runner.alone, record=record, ranks=None if whole.apart is None else everybody[:1])
 
-    def of_ranks(ranks: Sequence[int] = everybody) -> list[Run]:
-        return runner.side_by_side(lambda rank: alone(f"samples of rank {rank}", ranks=[rank]), ranks)
-
-    def in_turn() -> Run:
-        return alone("a step for each of the ranks'", turns=len(everybody), brought=True)
-
-    def twice() -> list[Run]:
-        def one(rank: int) -> Run:
-            return alone(f"samples of rank {rank}, each twice", ranks=[rank], twice=True)
-
-        return runner.side_by_side(one, everybody)
-
-    def own_draws() -> Run:
-        return alone("draws of its own", own_draws=True)
-
-    def strided() -> Run:
-        return alone("draws cut by [rank::world_size]", strided=True)
-
-    def one_by_one() -> Run:
-        return alone("draws of one rank after the other", one_by_one=record.micro_batches)
-
-    def merged(steps: list[Event]) -> Run:
-        return alone("whole steps at once", merged=[step["window"] for step in steps])
-
-    def apart(steps: list[Event]) -> Run:
-        return alone("micro-batches apart", apart=[[step["window"], step["optimizer"]] for step in steps])
+    def of_ranks(ranks: Sequence[int] = everybody, each: str = "", **order: Any) -> list[Run]:
+        return runner.side_by_side(lambda rank: alone(f"samples of rank {rank}{each}", ranks=[rank], **order), ranks)
 
     def at_step(step: Event) -> list[Run]:
         name = f"step {step['event']} with samples of rank"
         return [alone(f"{name} {rank}", only=[step["window"], rank]) for rank in everybody]
-
-    def own_lengths() -> Run:
-        return alone("with lengths of its own", own_lengths=True)
 
     def of_group(ranks: list[int]) -> tuple[Run, Others]:
         name = f"samples of {len(ranks)} ranks that average" if len(ranks) > 1 else f"samples of rank {ranks[0]}"
@@ -550,45 +547,26 @@ def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], 
         once = functools.partial(runner.alone, record=ranks, double=True)
         return ranks, once("the same in float64"), once("the same in float64, another order", permuted=True)
 
-    if record.steps:
-        permuted = functools.cache(functools.partial(alone, "another order", permuted=True))
-        exact = functools.cache(in_float64)
-        in_turns = runner.batch_after_batch  # then a step has more micro-batches than on a rank, and none is replaced
-        others = Others(
-            permuted,
-            of_ranks,
-            None if in_turns else merged,
-            apart,
-            None if in_turns else at_step,
-            own_lengths,
-            own_pace,
-            of_group,
-            exact,
-            in_turn=in_turn,
-            twice=None if in_turns else twice,
-            own_draws=own_draws,
-            redrawn=[strided, *([one_by_one] if record.micro_batches else [])],
-        )
-        if record.is_averaged_within:  # by its update it is known how such a step uses gradients
-            compared = Updates(record, whole, others).judge(report)
-            if record.is_by_hand:
-                storage.judge_with(record, compared, report)
-            report.remarks.append(by_hand.REMARK if record.is_by_hand else by_hand.WITHIN)
-        Comparison(record, whole, others).judge(report)
-        rates.judge_scaled(record, own_pace, report)
-        if not record.is_averaged_within:
-            Updates(record, whole, others).judge(report)
-        if whole.apart is None:
-            compression.judge(record, whole, report)
-        if states.local_steps(record) is None:  # else the buffers are each rank's own
-            moved.judge(record, whole, report)
-        if states.evaluates_apart(record):
-            report.cover("evaluation", unchecked("between two averages each rank evaluates parameters of its own"))
-        else:
-            if not report.errors and states.averaged_behind(record) is None:
-                evaluation.judge_swapped(record, whole, permuted, report)
-            evaluation.judge(record, whole.record, report, permuted, apart=whole.apart is not None)
-            storage.judge_moments(record, whole.record, report)
-        _conclude_on_data(record, whole.record, own_pace, report)
-        if whole.record.ranks and whole.record.ranks[0].of("collated"):
-            report.remarks.append("batches of unlike shapes were made anew from their samples, by their collate_fn")
+    redrawn = [lambda: alone("draws cut by [rank::world_size]", strided=True)]
+    if record.micro_batches:
+        redrawn.append(lambda: alone("draws of one rank after the other", one_by_one=record.micro_batches))
+    others = Others(
+        permuted=functools.cache(lambda: alone("another order", permuted=True)),
+        of_ranks=of_ranks,
+        apart=lambda steps: alone("micro-batches apart", apart=[[one["window"], one["optimizer"]] for one in steps]),
+        own_lengths=lambda: alone("with lengths of its own", own_lengths=True),
+        own_pace=own_pace,
+        of_group=of_group,
+        in_float64=functools.cache(in_float64),
+        in_turn=lambda: alone("a step for each of the ranks'", turns=len(everybody), unclipped=True),
+        own_draws=lambda: alone("draws of its own", own_draws=True),
+        redrawn=redrawn,
+    )
+    if runner.batch_after_batch:  # a step has more micro-batches than on a rank, and none is replaced
+        return others
+    return replace(
+        others,
+        merged=lambda steps: alone("whole steps at once", merged=[one["window"] for one in steps]),
+        at_step=at_step,
+        twice=lambda: of_ranks(everybody, ", each twice", twice=True),
+    )

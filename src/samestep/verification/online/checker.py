@@ -31,6 +31,7 @@ from samestep.verification.online.outcome import CHECKED, FINDINGS, NOT_CHECKED
 from samestep.verification.online.policy import OnlineRules
 from samestep.verification.online.samples import TrainedSamples, sampler_of
 from samestep.verification.online.tracking import KEPT, CallStream, EventStream, TrackedModels, TrackedOptimizer
+from samestep.verification.recording.optimizers import rates_of
 from samestep.verification.report import finding_lines
 
 
@@ -53,10 +54,7 @@ def disable_on_error(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Checker(Observer, Callbacks):
-    """Checks one rank."""
-
     def begin(self, context: RankContext) -> None:
-        """Checks everything from now on."""
         self.rank = context.rank
         self.is_off = False
         self._exchange: SummaryExchange | None = None
@@ -83,28 +81,22 @@ class Checker(Observer, Callbacks):
     @disable_on_error
     def on_wrap(self, kind: str, model: Any, where: str, ranks: list[int] | None = None) -> None:
         """Notes what a wrapper promises."""
-        del ranks
         self._models.add(kind, model, where)
 
     def on_comm_hook(self, name: str, where: str) -> bool:
         """Gradients that a hook reduces may differ between ranks for a while."""
-        del name, where
         self._models.is_hooked = True
         return False
 
     @disable_on_error
     def before_collective(self, call: CollectiveCall) -> None:
-        """Counts."""
         self._calls.note(call, self._window)
 
     def before_backward(self, root: Any, where: str) -> None:
-        """Keeps the line."""
-        del root
         self._note("backward", where=where)
 
     @disable_on_error
     def on_event(self, kind: str, **fields: Any) -> None:
-        """Counts, and keeps lines."""
         if kind in {"forward", "no_sync"}:
             self._models.synchronises = fields.get("synchronises", self._models.synchronises)
             self._note(kind, **fields)
@@ -134,7 +126,6 @@ class Checker(Observer, Callbacks):
     @disable_on_error
     def on_pass(self, loader_pass: LoaderPass, own: PassIterator) -> None:
         """Looks at passes over data of which every sample should come once; they stay the script's own."""
-        del own
         if (sampler := sampler_of(loader_pass.loader)) is not None:
             self._passes[loader_pass.key, loader_pass.number] = TrainedSamples(loader_pass, sampler)
 
@@ -161,7 +152,6 @@ class Checker(Observer, Callbacks):
 
     @disable_on_error
     def on_optimizer(self, optimizer: Any, where: str) -> None:
-        """Numbers it."""
         self._tracked(optimizer, where)
 
     def _tracked(self, optimizer: Any, where: str = "") -> TrackedOptimizer:
@@ -172,7 +162,6 @@ class Checker(Observer, Callbacks):
 
     @disable_on_error
     def before_step(self, optimizer: Any) -> None:
-        """Writes a summary, when it is time."""
         tracked = self._tracked(optimizer)
         if self._exchange is None and not self._join():
             return
@@ -185,7 +174,6 @@ class Checker(Observer, Callbacks):
 
     @disable_on_error
     def after_step(self, optimizer: Any) -> None:
-        """Counts the step; rank 0 looks for summaries."""
         self._tracked(optimizer).steps += 1
         self._window += 1
         self._recent.clear()
@@ -206,7 +194,7 @@ class Checker(Observer, Callbacks):
     def _write(self, optimizer: Any, tracked: TrackedOptimizer) -> None:
         parameters, gradients, values = tracked.values(optimizer)
         models, streams = self._models, [self._calls, self._scalers, self._schedules, self._models.wraps]
-        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        rates = rates_of(optimizer)
         summary = StepSummary(
             optimizer=tracked.number,
             step=tracked.steps,

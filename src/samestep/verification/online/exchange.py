@@ -1,17 +1,7 @@
 """What ranks report every so many steps, through the process group's store. No rank waits for another.
 
-    before step   1              17                   of every optimizer
-    rank 0        StepSummary    StepSummary    …  FinalSummary     ┐ the same number, the same optimizer:
-    rank 1        StepSummary    StepSummary    …  FinalSummary     ┘ these are compared
-
-    rank 1    set  samestep-check/0.3/1      (optimizer 0, the fourth summary, of rank 1)
-    rank 0    check … /0.3/1, 0.3/2, 0.3/3   all there: get, compare, delete
-
-A summary has a digest of each thing that has to be equal. A :class:`SummaryDetail` goes with it, which is read only
-where digests differ: so a run of many ranks sends rank 0 a few hundred bytes of each.
-
-There is no collective in it, so it can neither change the order of the script's own nor hang with them. A rank that is
-far behind, or gone, leaves summaries of others unread: each has SLOTS slots, used in turn.
+A summary has a digest of each thing that must be equal. A :class:`SummaryDetail` goes with it, which rank 0 reads only
+where digests differ. A rank that is far behind leaves summaries unread: each has SLOTS slots, used in turn.
 """
 
 from __future__ import annotations
@@ -100,7 +90,6 @@ Summary = StepSummary | SummaryDetail | FinalSummary
 
 
 def encode(summary: Summary) -> str:
-    """Returns it as text."""
     return json.dumps(asdict(summary), separators=(",", ":"))
 
 
@@ -141,7 +130,6 @@ class SummaryExchange:
         return None if store is None else cls(store, dist.get_rank(), dist.get_world_size())
 
     def send(self, summary: StepSummary, detail: SummaryDetail) -> None:
-        """Writes a summary; rank 0 keeps its own."""
         if self._rank == 0:
             self._pending.append((summary, detail))
             self._skips = self._backoff = 0
@@ -169,13 +157,11 @@ class SummaryExchange:
         return summaries, lambda rank: detail if rank == 0 else self._detail(f"{slot}/{rank}/detail")
 
     def free(self, summaries: list[StepSummary]) -> None:
-        """Frees the slots of summaries that have been compared."""
         for rank in range(1, self._size):
             for end in ("", "/detail"):
                 self._store.delete_key(f"{_slot(summaries[0])}/{rank}{end}")
 
     def poll_now(self) -> None:
-        """Ends the backoff."""
         self._skips = 0
 
     def exchange_final(self, final: FinalSummary) -> list[FinalSummary] | None:

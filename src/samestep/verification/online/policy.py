@@ -1,16 +1,7 @@
-"""The rules of --check: summaries in, findings out. No torch here.
+"""The rules of --check: verify's rules, on the last events of two ranks that differ. No torch here.
 
-The rules and their words are those of verify (:mod:`samestep.verification.judging`), on the last events of two ranks
-that differ. A finding must be certain, for a real training is disturbed by it; so what may be intended is not reported,
-or only once it has lasted:
-
-    parameters differ, their gradients agree     the ranks step together and are not together: reported at once
-    gradients differ, parameters did not         reported where the last forward went through DistributedDataParallel;
-      before, and do afterwards                  else it may be local SGD, which averages later: after 1024 steps or at
-                                                 the end, unless the ranks agreed again before any step in between
-    both differ from the beginning               parts of a pipeline, experts, one model for each rank: never
-
-What differs later only follows from what differed first, so of each kind the first is reported.
+A finding must be certain, for a real training is disturbed by it. Of each kind the first is reported, since what
+differs later only follows from it. When states that differ are reported: :class:`ReplicaState`.
 """
 
 from __future__ import annotations
@@ -178,7 +169,13 @@ def _common(pair: Record, kind: str) -> Record:
 
 
 class ReplicaState:
-    """The parameters and gradients of one optimizer, summary by summary."""
+    """The parameters and gradients of one optimizer, summary by summary.
+
+    Parameters that differ while their gradients agree are reported at once. Gradients that differ are reported where
+    the last forward went through DistributedDataParallel. Elsewhere it may be local SGD, which averages later: they are
+    reported after LOCAL_STEPS steps or at the end, unless the ranks agreed again before any step in between. Ranks that
+    differ from the beginning are parts of a pipeline, experts, or models of their own: they are never reported.
+    """
 
     def __init__(self) -> None:
         self._agreed: set[str] = set()  # tensors that have been equal on all ranks

@@ -1,12 +1,7 @@
 """The samples that ranks train on in a pass: each rank reports them, rank 0 keeps a bitmap.
 
-    yielded ──► a step of an optimizer: trained on ──► in the next summary
-            └─► the end of the pass, or a model set to evaluate: forgotten
-
 Nothing is said of a pass unless an index means one sample on all ranks, and every sample should come once: samplers of
-torch's own, without replacement; and datasets that have shown the same values for a few indices, but for a
-DistributedSampler, which cuts one dataset by its nature. Where loading is random (augmentation) values differ, and
-nothing is said either.
+torch's own, without replacement, and datasets that have shown the same values for a few indices.
 """
 
 from __future__ import annotations
@@ -33,7 +28,6 @@ _FEWEST = 2  # steps that make a pass a training; and samples that make two data
 
 
 def pack(indices: Sequence[int]) -> str:
-    """Returns sample numbers as text."""
     return base64.b64encode(np.asarray(indices, dtype="<i8").tobytes()).decode()
 
 
@@ -85,7 +79,6 @@ class TrainedSamples:
         self.is_over = False
 
     def add(self, indices: Any, value: Any) -> None:
-        """Adds a batch."""
         numbers = indices if isinstance(indices, list) else [indices]
         self._last = len(numbers)
         if len(self.waiting) < _MAX_WAITING and all(type(one) is int for one in numbers):
@@ -142,7 +135,6 @@ class SampleCoverage:
         self._passes: dict[tuple[str, int], _Bitmap] = {}
 
     def add(self, passes: Sequence[Sequence[PassSummary]]) -> Finding | None:
-        """Takes what every rank has reported since the last time; returns the first finding that comes of it."""
         for rank, reported in enumerate(passes):
             for one in reported:
                 self._bitmap(one).add(rank, one)

@@ -10,7 +10,10 @@ from typing import Any
 import xxhash
 
 from samestep.instrument.collective_call import BETWEEN_TWO, UNEVEN, CollectiveCall, group_name, root_of
+from samestep.runtime.digest import digest, digest_of_bytes
 from samestep.verification.journal import Event, place_of
+from samestep.verification.recording.naming import bare, held_by, of_optimizer
+from samestep.verification.recording.optimizers import digests
 
 KEPT = 64  # events of a kind, among which the first that differs is looked for
 AT_FIRST = 32 << 20  # bytes of parameters in the first summary, and of gradients as many
@@ -38,12 +41,10 @@ class EventStream:
 
     @property
     def state(self) -> list[int]:
-        """Number and digest."""
         return [self.count, self._digest]
 
     @property
     def events(self) -> list[Event]:
-        """The last ones."""
         named = [(index, zip(self._names, values, strict=True)) for index, values in self._last]
         return [{**self._same, "index": index, **dict(fields)} for index, fields in named]
 
@@ -101,9 +102,6 @@ class TrackedModels:
         self.synchronises = False  # the last forward does
 
     def add(self, kind: str, model: Any, where: str) -> None:
-        """Adds one."""
-        from samestep.verification.recording.naming import bare
-
         self.is_not_comparable |= kind == "FullyShardedDataParallel"  # flat pieces, of which no rank holds the same
         self.is_data_parallel |= _is_data_parallel(kind, model)
         if kind == "DistributedDataParallel" and _is_of_all(model.process_group):
@@ -146,8 +144,6 @@ class TrackedOptimizer:
 
     def note_spot(self, optimizer: Any) -> None:
         """Notes a digest of one parameter: whether somebody has made it equal since the last step."""
-        from samestep.verification.recording.naming import of_optimizer
-
         parameters = of_optimizer(optimizer)
         if self._spot_place is None:
             trained = [i for i, one in enumerate(parameters) if one.grad is not None]
@@ -163,15 +159,10 @@ class TrackedOptimizer:
 
     def last_spot(self) -> str:
         """Returns the digest as it is now, also when the script has let go of the optimizer."""
-        from samestep.runtime.digest import digest
-
         return "" if self._spot is None else digest(self._spot)[:16]
 
     def values(self, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Returns digests of parameters and of gradients, and what a summary says of them."""
-        from samestep.runtime.digest import digest_of_bytes
-        from samestep.verification.recording.optimizers import digests
-
         known = self._parameters(optimizer)
         picked = {name: known[name] for name in round_robin(known, self._summaries)}
         parameters, gradients = digests(picked), digests({name: one.grad for name, one in picked.items()})
@@ -191,12 +182,10 @@ class TrackedOptimizer:
 
     def _parameters(self, optimizer: Any) -> dict[str, Any]:
         """Name -> parameter, sorted: ranks may give their optimizers one set in several orders."""
-        from samestep.verification.recording.naming import names_of, of_optimizer
-
         parameters = of_optimizer(optimizer)
         if len(self._names) != len(parameters):
-            known = names_of(parameters)
-            self._names = [known.get(id(one), f"parameter {i}") for i, one in enumerate(parameters)]
+            held = held_by(parameters)
+            self._names = [next(iter(held.get(id(one), ())), f"parameter {i}") for i, one in enumerate(parameters)]
         return dict(sorted(zip(self._names, parameters, strict=True)))
 
 

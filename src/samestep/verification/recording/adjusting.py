@@ -1,31 +1,20 @@
 """Changes the arguments of a script's calls of samestep's functions, as a run of verify needs.
 
-checkpoint     every run saves into a folder of its own: the second shall not resume from what the first has saved
-world          with virtual ranks, where a run is ordered to have them
-replicate      in float64, likewise; virtual ranks have statistics of BatchNorm of their own; three ranks and more add
-               in rank order where a run that was stopped shall have the bits of one that was not; codecs always do.
-               In float64 and on virtual ranks nothing is compressed
-pipeline       with as many micro-batches as another run had: a plan is made of times, which differ from run to run;
-               in float64, where nothing is compressed; with all stages of a process on one device
-shards         in float64; one process takes the micro-batches of all ranks together, as BatchNorm does
+Every run saves into a folder of its own: the second must not resume from what the first has saved.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from samestep.instrument.patch import Group, install
-from samestep.verification.journal import TraceWriter
-from samestep.verification.recording.restarting import kill
-
-_MAX_LOOKS = 1000  # looks for a checkpoint: 20 s
+from samestep.runtime.digest import digest_of_bytes
+from samestep.verification.recording.containers import mapped
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 _pipelines_in_float64 = Group()
 
@@ -54,7 +43,7 @@ def _replicated(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, 
         kwargs = _without(kwargs, "compress", "average_every")
     changed = {"batchnorm": "local"} if order.get("virtual_ranks") else {}
     if order.get("ordered") and kwargs.get("compress") is None:
-        changed["reduce"] = "ordered"
+        changed["reduce"] = "ordered"  # as codecs always do: the order in which three ranks add shows in the bits
     return args, kwargs | changed
 
 
@@ -68,7 +57,7 @@ def _planned(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if order.get("one"):
         kwargs = _without(kwargs, "devices")
     plan = kwargs["plan"] if "plan" in kwargs else args[2] if len(args) > 2 else None
-    if plan is not None:  # stages by hand have as many in every run
+    if plan is not None:  # which is made of times, so it differs from run to run; stages by hand do not
         plan = replace(plan, micro_batches=order["micro_batches"])
     return args[:2], kwargs | {"plan": plan}
 
@@ -90,8 +79,6 @@ def _sharded(order: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _elsewhere(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    from samestep.runtime.digest import digest_of_bytes
-
     path = kwargs["path"] if "path" in kwargs else args[0]
     if path is None:
         return args, kwargs
@@ -99,14 +86,6 @@ def _elsewhere(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, A
     place.parent.mkdir(parents=True, exist_ok=True)
     often = {"every": order["every"]} if order.get("every") else {}
     return (place, *args[1:]), _without(kwargs, "path") | often
-
-
-def kill_once_saved(saves: Path, journal: TraceWriter) -> None:
-    """Kills this process, as kill -9 does, when a checkpoint is there; waits a while for one that is being saved."""
-    for _ in range(_MAX_LOOKS):
-        if any(saves.glob("*/step-*")):
-            kill(journal)
-        time.sleep(0.02)
 
 
 def _cast(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -121,10 +100,4 @@ def doubled(value: Any) -> Any:
     """Returns a batch whose float32 tensors are float64."""
     import torch
 
-    from samestep.verification.recording.containers import named_parts, rebuilt
-
-    if isinstance(value, torch.Tensor):
-        return value.double() if value.dtype == torch.float32 else value
-    if (parts := named_parts(value)) is not None:
-        return rebuilt(value, {name: doubled(one) for name, one in parts.items()})
-    return type(value)(map(doubled, value)) if isinstance(value, list | tuple) else value
+    return mapped(value, lambda tensor: tensor.double() if tensor.dtype == torch.float32 else tensor)

@@ -1,14 +1,7 @@
 """Steps that a script takes without an optimizer of torch.optim: in its loop, or in a class of its own.
 
-    backward ──► gradients ──► first write to a parameter ──► … ──► next forward, backward, batch, evaluation, save
-                               └ the step begins                   └ it has ended
-
-Writes are seen by a TorchFunctionMode, from a backward pass to the end of the step that follows: `p -= lr * p.grad`,
-`p.data.add_(…)`, `p.data = …`, `torch._foreach_add_`, also through a view or a flat buffer that shares the storage.
-A collective that receives into a parameter counts too: it brings what another rank's step has made of it.
-
-All parameters of the models that a backward reaches are one :class:`HandWritten`, which stands for the script's own
-code as an optimizer does. Tensors that belong to no model count where the script has no model.
+A step begins with the first write to a parameter behind a backward pass, and has ended at the next forward, backward,
+batch, evaluation or save. Writes are seen by a TorchFunctionMode; a collective that receives into a parameter is one.
 """
 
 from __future__ import annotations
@@ -18,19 +11,18 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from samestep.instrument.callbacks import Callbacks
 from samestep.instrument.patch import call_site, is_own, is_traced
-from samestep.verification.recording.leaves import leaves_of, tensors_of
-from samestep.verification.recording.modes import LooseMode
+from samestep.verification.recording.containers import tensors_of
+from samestep.verification.recording.graph import leaves_of
+from samestep.verification.recording.modes import LooseMode, storage_of
 from samestep.verification.recording.naming import parameters_of, roots
-
-__all__: list[str] = []
 
 _NO_WRITES = {"requires_grad_", "detach_", "retain_grad", "share_memory_", "rename_"}
 _OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor")}
@@ -51,14 +43,6 @@ class HandWritten:
         return [{"params": [one for known in self._parameters if (one := known()) is not None]}]
 
 
-class Listener(Protocol):
-    """Whom such steps are told, as those of torch's optimizers are."""
-
-    def on_optimizer(self, optimizer: Any, where: str) -> None: ...
-    def before_step(self, optimizer: Any) -> None: ...
-    def after_step(self, optimizer: Any) -> None: ...
-
-
 _BETWEEN = "samestep.instrument."  # stands between the script and what it calls
 _OBSERVERS = (_BETWEEN, "samestep.verification.recording.")
 
@@ -66,7 +50,7 @@ _OBSERVERS = (_BETWEEN, "samestep.verification.recording.")
 class ByHand:
     """Finds such steps in one process, and tells of them."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Callbacks) -> None:
         self._listener = listener
         self._models: Any = WeakIdKeyDictionary()  # parameter -> the trained parameters of its model, weakly
         self._made: Any = WeakIdKeyDictionary()  # a first parameter -> all that begin with it
@@ -113,14 +97,13 @@ class ByHand:
             self._models[one] = model
 
     def arm(self) -> None:
-        """Looks for writes from now on, until a step has ended."""
-        self._storages = {_storage(one) for model in self._due for known in model if (one := known()) is not None}
+        self._storages = {storage_of(one) for model in self._due for known in model if (one := known()) is not None}
         if self._storages:
             self._writes.begin()
 
     def wrote(self, tensors: Iterable[Tensor]) -> None:
         """Something is about to write to tensors: a function of torch, or a collective."""
-        if self._stepping is not None or not any(_storage(one) in self._storages for one in tensors):
+        if self._stepping is not None or not any(storage_of(one) in self._storages for one in tensors):
             return
         frame: Any = sys._getframe(1)  # noqa: SLF001
         while str(frame.f_globals.get("__name__", "")).startswith(_OBSERVERS):
@@ -205,17 +188,14 @@ class _Writes(LooseMode):
         self._is_active = False
 
     def begin(self) -> None:
-        """From now on."""
         self.enter()
         self._is_active = True
 
     def end(self) -> None:
-        """Not any more."""
         self._is_active = False
         self.leave()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Looks at what a call writes to, before it is made."""
         kwargs = kwargs or {}
         if self._is_active and not is_traced():
             name = getattr(func, "__name__", "")
@@ -246,8 +226,3 @@ def is_write(func: Any, name: str) -> bool:
         return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
     in_place = name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
     return in_place or name == "__setitem__" or name in _OPERATORS
-
-
-def _storage(tensor: Tensor) -> int:
-    own = getattr(tensor, "_local_tensor", tensor)
-    return int(own.untyped_storage().data_ptr()) if own.layout == torch.strided else id(own)

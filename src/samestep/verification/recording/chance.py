@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from samestep.instrument.script_io import save_unreported
+from samestep.runtime.digest import digest
 from samestep.verification.journal import TraceWriter
-
-__all__: list[str] = []
 
 ORDERING = {"torch.randperm", "numpy.random.permutation", "random.sample"}  # draws that make an order of samples
 _MOST = 1 << 22  # numbers of one draw that are kept
@@ -47,25 +45,21 @@ def keep(journal: TraceWriter, place: str, name: str, value: Any, *, within: boo
     """Writes a draw down; `within` says that the samples of its window were there."""
     import torch
 
-    from samestep.runtime.digest import digest
-
     tensor = as_tensor(value)
     about = {"place": place, "name": name, "within": within, "trains": torch.is_grad_enabled()}
     if tensor is None or tensor.numel() > _MOST:
         journal.write("draw", **about, shape=None, digest=None, kept=None)
         return
-    kept = journal.keep(lambda path: save_unreported(tensor.detach().cpu(), path))
+    kept = journal.keep(tensor.detach().cpu())
     shape = list(tensor.shape)
-    told = digest(torch.as_tensor(tensor))
+    digested = digest(torch.as_tensor(tensor))
     whole = are_whole(tensor)
-    journal.write("draw", **about, shape=shape, digest=told, kept=kept, whole=whole)
+    journal.write("draw", **about, shape=shape, digest=digested, kept=kept, whole=whole)
 
 
 def note_order(journal: TraceWriter, where: str, name: str, value: Any) -> None:
     """Writes down that an order of samples was drawn, and what tells it from others."""
     import torch
-
-    from samestep.runtime.digest import digest
 
     tensor = as_tensor(value)
     if tensor is not None and tensor.numel() > 1:
@@ -73,7 +67,6 @@ def note_order(journal: TraceWriter, where: str, name: str, value: Any) -> None:
 
 
 def are_whole(tensor: Any) -> bool:
-    """Returns whether drawn numbers may be places of samples."""
     return tensor.dim() > 0 and not tensor.is_floating_point() and not tensor.is_complex()
 
 
@@ -87,14 +80,10 @@ def as_tensor(value: Any) -> Any:
         return None
 
 
-def joined(name: str, own: Any, parts: list[Any], *, strided: bool = False) -> Any | None:
-    """Returns what the ranks have drawn, as one process would have drawn it; None where that cannot be.
+def joined_draws(name: str, own: Any, parts: list[Any], *, strided: bool = False) -> Any | None:
+    """Returns the `parts` that ranks have drawn, as one process, which drew `own`, would have; None where it cannot be.
 
-    Args:
-        name: of the function.
-        own: what the script alone has drawn in its place.
-        parts: what each rank has drawn.
-        strided: whether the ranks take turns along dim 0, as samples[rank::world_size] cuts, or follow one another.
+    They are `strided` where the ranks take turns along dim 0, as samples[rank::world_size] cuts.
     """
     import torch
 

@@ -1,13 +1,4 @@
-"""Records compressed gradients before and after they are averaged, and each rank's error feedback.
-
-    take       the first bucket of a reduction      what the rank remembers     digests; copies in a sampled window
-               every bucket                         its own gradients           copies, there
-    settle     behind the backward                  what the rank remembers     digests
-                                                    the averaged gradients      digests; copies on the first rank, there
-    tell       an optimizer steps                   the copies, in one file
-
-What lies between backward and step, clipping say, comes after all of it.
-"""
+"""Records compressed gradients before and after they are averaged, and each rank's error feedback."""
 
 from __future__ import annotations
 
@@ -15,8 +6,9 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from samestep.instrument.script_io import save_unreported
+from samestep.runtime.digest import digest
 from samestep.verification.journal import TraceWriter
+from samestep.verification.recording.naming import of_optimizer
 
 _BEFORE = "compressed gradients were averaged before another optimizer's step"
 _BROKEN_OFF = "a backward pass whose gradients are compressed was broken off"
@@ -35,7 +27,6 @@ class Compressing:
         self._models: list[_Model] = []
 
     def add(self, compression: Any, model: Any, seed: int, where: str) -> None:
-        """Watches one more."""
         number = len(self._models)
         shapes = [[name, list(parameter.shape)] for name, parameter in model.named_parameters()]
         declared = compression.codec.declared()
@@ -52,12 +43,10 @@ class Compressing:
                 model.settle(event)
 
     def tell(self, optimizer: Any, event: int, scale: float) -> None:
-        """Writes down what became of the gradients of an optimizer before a step; `scale` multiplied the loss."""
         for model in self._models:
             model.tell(optimizer, event, scale)
 
     def forget(self) -> None:
-        """A step has been taken."""
         for model in self._models:
             model.forget()
 
@@ -81,7 +70,6 @@ class _Model:
         self._digests: dict[str, str] = {}
 
     def take(self, axis: Any, bucket: Any) -> None:
-        """Looks at a bucket before anything of it is sent."""
         if bucket.index() == 0:
             self._begin(self._compression(), axis)
         self._is_due = bucket.is_last()
@@ -111,8 +99,6 @@ class _Model:
 
     def settle(self, event: int) -> None:
         """Writes down what the rank owes now, and looks at what it got."""
-        from samestep.runtime.digest import digest
-
         compression = self._compression()
         if not self._is_due or compression is None:
             return
@@ -127,9 +113,6 @@ class _Model:
                 self._values["averaged"] = {name: gradient.detach().clone() for name, gradient in averaged.items()}
 
     def tell(self, optimizer: Any, event: int, scale: float) -> None:
-        """Writes down what is there of an optimizer's gradients, if it holds any of this model's parameters."""
-        from samestep.verification.recording.naming import of_optimizer
-
         names = {id(parameter): name for name, parameter in self._named().items()}
         held = {names[id(one)]: one.grad for one in of_optimizer(optimizer) if id(one) in names}
         if not held:
@@ -143,7 +126,7 @@ class _Model:
             why=why,
             scale=scale,
             averaged=self._digests,
-            kept=journal.keep(lambda path: save_unreported(self._values, path)) if why is None else None,
+            kept=journal.keep(self._values) if why is None else None,
             **self._about,
         )
 
@@ -164,6 +147,4 @@ class _Model:
 
 
 def _digests_of(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    from samestep.runtime.digest import digest
-
     return {kind: {name: digest(part) for name, part in pieces.items()} for kind, pieces in state.items()}

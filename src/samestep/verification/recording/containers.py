@@ -1,14 +1,20 @@
-"""Batches with named parts: dictionaries and their like, named tuples, dataclasses. Each keeps its type when rebuilt.
+"""Nested batches and states: their parts, their tensors, and the same with other tensors. Imports no torch.
 
-A script calls methods of its batch (`batch.to(device)` of a BatchEncoding), so a dictionary in its place is no batch.
+Named parts are those of dictionaries and their like, named tuples, dataclasses. Each keeps its type when rebuilt: a
+script calls methods of its batch (`batch.to(device)` of a BatchEncoding), so a dictionary in its place is no batch.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from samestep.verification.recording.naming import bare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def named_parts(value: Any) -> dict[Any, Any] | None:
@@ -58,3 +64,37 @@ def _made_anew(kind: Any, parts: dict[Any, Any]) -> Any:
         return kind(parts)
     except TypeError:
         return parts
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Returns a batch with all its tensors changed."""
+    from torch import Tensor
+
+    if isinstance(value, Tensor):
+        return change(value)
+    if (parts := named_parts(value)) is not None:
+        return rebuilt(value, {name: mapped(one, change) for name, one in parts.items()})
+    return type(value)(mapped(one, change) for one in value) if isinstance(value, list | tuple) else value
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested lists and dictionaries."""
+    from torch import Tensor
+
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from tensors_of(one)
+
+
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields the name and value of every tensor in a nested state."""
+    from torch import Tensor
+
+    if isinstance(value, Tensor):
+        yield bare(name), value
+    elif isinstance(value, Mapping | list | tuple):
+        items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, one in items:
+            yield from named_tensors(one, f"{name}.{key}" if name else str(key))

@@ -1,4 +1,4 @@
-"""What a rank's dataset holds: digests of a few samples, and its random generators.
+"""What a rank's DataLoader and dataset hold: settings, digests of a few samples, random generators.
 
 The samples are loaded again when the script has ended. All generators, also those that the dataset holds, are seeded
 equally for it on all ranks, so that augmentation makes no difference, and are restored afterwards. Where a dataset
@@ -18,15 +18,55 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from samestep.data.iterable import dataset_length
+from samestep.instrument.dataloader import generator_state, is_generator, made_at, restore_generator, samplers_of
 from samestep.instrument.patch import is_own
 from samestep.launch.rank.user_code import relative_path
 from samestep.runtime.digest import digest, digest_of_bytes
 from samestep.runtime.rng import RngState, seed_device
 from samestep.verification.recording.rows import leaves
 
+_OF_SHUFFLING = ("set_epoch", "epoch", "seed", "generator", "rng", "random_state")  # what only a shuffling sampler has
 _SAMPLES = 5
 _DEPTH = 3  # of objects in objects: a subset, its dataset, that one's transforms
+
+
+def described(loader: Any) -> dict[str, Any]:
+    """Returns what a journal says of a DataLoader when a pass begins."""
+    sampler, *cutting = samplers_of(loader)
+    return {
+        "length": dataset_length(loader),
+        "samples": dataset_length(loader.dataset),
+        "dataset": type(loader.dataset).__name__,
+        "made": made_at(loader.dataset),
+        "sampler": type(sampler).__name__,
+        "sampler_made": made_at(sampler),
+        "cut_by": next((type(one).__name__ for one in cutting if type(one) is not BatchSampler), None),
+        "rank": _number(getattr(sampler, "rank", None)),
+        "replicas": _number(getattr(sampler, "num_replicas", None)),
+        "replacement": bool(getattr(sampler, "replacement", False)),
+        "epoch": getattr(sampler, "epoch", None),
+        "dataset_epoch": _number(getattr(loader.dataset, "epoch", None)),
+        "shuffles": any(map(_shuffles, (sampler, *cutting))),
+        "drop_last": any(getattr(one, "drop_last", False) for one in (loader, sampler, *cutting)),
+        "batch_size": loader.batch_size,
+        "workers": loader.num_workers,
+    }
+
+
+def _shuffles(sampler: Any) -> bool:
+    """Whether a sampler is asked for another order in every epoch."""
+    if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+        return True
+    if hasattr(sampler, "shuffle"):
+        return bool(sampler.shuffle)
+    return any(hasattr(sampler, name) for name in _OF_SHUFFLING)
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 def fingerprint(dataset: Any) -> dict[str, str]:
@@ -61,7 +101,6 @@ def _seeded_equally() -> Iterator[None]:
 
 
 def sample_digest(sample: Any) -> str:
-    """Returns what tells one sample of a dataset from another."""
     whole = xxhash.xxh3_64()
     for leaf in leaves(sample):
         whole.update(_bytes_of(leaf))
@@ -117,14 +156,14 @@ def own_generators_seeded(dataset: Any) -> Iterator[None]:
     True
     """
     found = [one for one, _, _ in _within(dataset, _DEPTH, set())]
-    before = [(one, _get_state(one)) for one in found]
+    before = [(one, generator_state(one)) for one in found]
     for one in found:
-        _set_state(one, _get_state(_made_equally(one)))
+        restore_generator(one, generator_state(_made_equally(one)))
     try:
         yield
     finally:
         for one, state in before:
-            _set_state(one, state)
+            restore_generator(one, state)
 
 
 def _made_equally(generator: Any) -> Any:
@@ -136,28 +175,11 @@ def _made_equally(generator: Any) -> Any:
     return np.random.RandomState(0) if isinstance(generator, np.random.RandomState) else random.Random(0)  # noqa: S311
 
 
-def _get_state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
-
-
 def _within(
     value: Any, depth: int, seen: set[int], owner: Any = None, name: str = ""
 ) -> Iterator[tuple[Any, Any, str]]:
     """Yields generators, what holds each, and as which attribute."""
-    if isinstance(value, np.random.Generator | np.random.RandomState | random.Random | torch.Generator):
+    if is_generator(value):
         yield value, owner, name
         return
     if id(value) in seen or not depth or isinstance(value, torch.Tensor | np.ndarray | str | bytes | type):
@@ -184,7 +206,7 @@ def _given_at(owner: Any, name: str) -> str | None:
 
 
 def _state(generator: Any) -> str:
-    state = _get_state(generator)
+    state = generator_state(generator)
     if isinstance(state, torch.Tensor):
         return digest(state)
     with np.printoptions(threshold=2**16):

@@ -1,13 +1,7 @@
 """What one process writes down of its evaluations, whether it is one of the ranks or the script alone.
 
-phase       from `model.eval()`, or the first data that go through a model without gradients, to the next training
-            batch that does with them, or `model.train()`
-ran         a model went through without gradients: a phase without one, and without such a batch, is no evaluation
-collected   what the ranks bring together in it: sums of counts, gathered predictions
-buffers     digests, once the first batch has gone through the model, and once all have
-
-A script may leave `model.eval()` out, and switch gradients off around its model only. Whether a batch that was loaded
-with gradients on is evaluated is known when the next one is loaded: it went through a model, and none of it backward.
+A phase goes from `model.eval()`, or the first data that go through a model without gradients, to the next training. A
+script may leave `model.eval()` out: whether a batch was evaluated is then known when the next one is loaded.
 """
 
 from __future__ import annotations
@@ -15,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from samestep.runtime.digest import digest, digest_of_bytes
 from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.chance import as_tensor
 from samestep.verification.recording.inputs import Inputs
-
-__all__: list[str] = []
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # buffers of BatchNorm
 _MOST_VALUES = 64
@@ -54,7 +47,7 @@ class Evaluations:
         self._pending: tuple[str, int, int] | None = None  # a batch that may be trained on or evaluated
         self._pending_ran: bool | None = None  # whether it went through without gradients; and if so, whether by batch
         self._open: set[tuple[str, int]] = set()  # passes that are not over: what goes through a model is of them
-        self._told: tuple[str, int] | None = None  # the pass that was evaluated last
+        self._last_pass: tuple[str, int] | None = None  # the pass that was evaluated last
         self._untold: tuple[str, int] | None = None  # the one whose buffers, at its end, are still to be told
         self._recent = False  # one has been since the last training batch: what is reduced or printed is of it
         self._has_run = False  # a model went through, and nothing was reduced or printed since
@@ -78,7 +71,7 @@ class Evaluations:
     @property
     def unread(self) -> str | None:
         """The evaluation at hand, if no DataLoader has yielded anything of it."""
-        return self.phase if self._told is None else None
+        return self.phase if self._last_pass is None else None
 
     def begin(self) -> None:
         """The script announces an evaluation, unless one lasts."""
@@ -107,7 +100,7 @@ class Evaluations:
         """Training goes on."""
         self.leave()
         self._recent = False
-        self._pending = self._told = self._drew = None
+        self._pending = self._last_pass = self._drew = None
 
     def begin_pass(self, key: str, number: int) -> None:
         """A pass begins: earlier ones over the same loader, or by a loop without gradients, were broken off."""
@@ -115,13 +108,9 @@ class Evaluations:
         self._open = {one for one in self._open if one[0] != key} | {(key, number)}
 
     def batch(self, key: str, number: int, index: int, *, gradients: bool) -> None:
-        """A batch is about to be used; those before it have been, unless somebody loads ahead.
+        """A batch of a pass is about to be used; those before it have been, unless the script loads ahead.
 
-        Args:
-            key: of its pass.
-            number: of its pass.
-            index: in it.
-            gradients: whether they are on: then it is evaluated if the script has said so, or will turn out to be.
+        With `gradients` on it is evaluated if the script has said so, or will turn out to be.
         """
         self.settle()
         self._confirm(key, number)
@@ -146,18 +135,16 @@ class Evaluations:
         self._pending = None
 
     def _tell(self, key: str, number: int, index: int) -> None:
-        self._told = key, number
+        self._last_pass = key, number
         self._is_used = True
         self._journal.write("evaluated", phase=self._name, key=key, number=number, index=index)
         if index == 1:
             self._tell_buffers(key, number)
 
     def ran(self, *, begins: bool, by_batch: Callable[[], bool]) -> None:
-        """Data go through a model without gradients.
+        """Data go through a model without gradients, which `begins` an evaluation if no DataLoader is being read.
 
-        Args:
-            begins: whether that is an evaluation if no DataLoader is being read.
-            by_batch: returns whether its output for one sample depends on the others of the batch.
+        `by_batch` returns whether its output for one sample depends on the others of the batch.
         """
         if begins and not self.lasts and self.may_run:
             self.notice()
@@ -174,18 +161,16 @@ class Evaluations:
 
     def drew(self, value: Any) -> None:
         """The script has drawn random numbers itself: with others, an evaluation comes to something else."""
-        from samestep.runtime.digest import digest, digest_of_bytes
-
         tensor = as_tensor(value)
-        told = "" if tensor is None else digest(tensor)
-        self._drew = digest_of_bytes(f"{self._drew} {told}".encode())
+        brought = "" if tensor is None else digest(tensor)
+        self._drew = digest_of_bytes(f"{self._drew} {brought}".encode())
 
     def passed(self, key: str, number: int) -> None:
         """A pass has ended; a batch of it that was loaded ahead may still be evaluated."""
         self._confirm(key, number)
         self._open.discard((key, number))
         self._pass = None
-        if self._told == (key, number):
+        if self._last_pass == (key, number):
             self._untold = key, number
 
     def settle(self) -> None:
@@ -195,8 +180,6 @@ class Evaluations:
             self._untold = None
 
     def _tell_buffers(self, key: str, number: int) -> None:
-        from samestep.runtime.digest import digest
-
         if not (self._inputs.used or self._inputs.cannot_tell):
             return  # another model is evaluated, or statistics of one are made
         digests = {name: digest(buffer) for name, buffer in self._buffers().items()}
@@ -204,29 +187,27 @@ class Evaluations:
             self._journal.write("buffers", phase=self._name, key=key, number=number, digests=digests)
 
     def printed(self, text: Callable[[], str], where: str) -> None:
-        """Writes down what is printed of an evaluation."""
         if self._is_recent:
             self._has_run = False
             self._journal.write("printed", text=text(), where=where, **self._about())
 
     def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
-        """Writes down what a collective has brought."""
         if not self._is_recent or call["op"] in _BRING_NOTHING:
             return
-        told: dict[str, Any] = {key: call[key] for key in ("op", "where", "reduce", "group")}
+        brought: dict[str, Any] = {key: call[key] for key in ("op", "where", "reduce", "group")}
         if waits:
             pass  # its result is not there yet
         elif call["op"] in _SUMS and len(tensors) == 1 and tensors[0].numel() <= _MOST_VALUES:
-            told["values"] = tensors[0].detach().double().flatten().tolist()
+            brought["values"] = tensors[0].detach().double().flatten().tolist()
         elif call["op"] in _GATHERS:
-            told["rows"] = _rows(tensors)
+            brought["rows"] = _rows(tensors)
         self._has_run = False
-        self._journal.write("collected", **told, **self._about())
+        self._journal.write("collected", **brought, **self._about())
 
     @property
     def _is_recent(self) -> bool:
         """Whether what is done now is of an evaluation: not where training may have gone on with a batch."""
-        return self._recent and (self._pending is None or self._pending[:2] == self._told)
+        return self._recent and (self._pending is None or self._pending[:2] == self._last_pass)
 
     @property
     def _name(self) -> str:

@@ -1,11 +1,7 @@
 """Parameters in FullyShardedDataParallel (FSDP1), by the names and shapes that they have without it.
 
-It puts all parameters of a module into one vector and cuts that over the ranks, wherever a parameter ends:
-
-    0.weight [17, 8]   0.bias [17]        the optimizer holds, with use_orig_params=False, one flat parameter for both;
-    ├── rank 0 ──┤├── rank 1 ──┤          with use_orig_params=True one for each, as long as this rank's numbers of it
-
-In one process, and with NO_SHARD, nothing is cut. Where a parameter lies is FSDP's own metadata, which is not public.
+It puts all parameters of a module into one vector and cuts that over the ranks, wherever a parameter ends. In one
+process, and with NO_SHARD, nothing is cut. Where a parameter lies is FSDP's own metadata, which is not public.
 """
 
 from __future__ import annotations
@@ -41,7 +37,6 @@ class FlatSlice:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether it is trained."""
         return self.owner.requires_grad
 
     @property
@@ -112,11 +107,6 @@ def slices(root: nn.Module) -> Iterator[FlatSlice]:
         owners = flat._params or [flat] * len(flat._fqns)  # noqa: SLF001
         for index, (name, owner) in enumerate(zip(flat._fqns, owners, strict=True)):  # noqa: SLF001
             yield FlatSlice(f"{path}.{name}" if path else name, owner, flat, index, handle.uses_sharded_strategy)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Returns whether FSDP cuts any parameter of a model."""
-    return any(handle.uses_sharded_strategy for _, handle in _handles(model))
 
 
 def dtype(module: nn.Module) -> torch.dtype | None:

@@ -9,8 +9,8 @@ from typing import Any
 from samestep.instrument.patch import is_traced
 from samestep.instrument.training import Hook
 from samestep.verification.journal import TraceWriter
-
-__all__: list[str] = []
+from samestep.verification.recording.containers import tensors_of
+from samestep.verification.recording.naming import of_optimizer, parameters_of, roots
 
 _LOOKS = 3  # for the models of an optimizer: when it is made, and at two steps; each takes 60 ms (measured)
 
@@ -49,8 +49,6 @@ class Inputs:
         """Looks at the models whose parameters an optimizer holds."""
         from torch.nn import Module  # whose methods hook a ScriptModule, too, which refuses by its own
 
-        from samestep.verification.recording.naming import of_optimizer, parameters_of, roots
-
         held = {id(parameter) for parameter in of_optimizer(optimizer)}
         look = (optimizer.samestep_number, len(held))
         self._looks[look] += 1
@@ -75,8 +73,6 @@ class Inputs:
     def _watch_untrained(self, root: Any) -> None:
         """It may be an average of the weights; or a model that another optimizer will hold, which is asked then."""
         from torch.nn import Module
-
-        from samestep.verification.recording.naming import parameters_of
 
         if id(root) not in self._beside and parameters_of(root):
             self._beside.add(id(root))
@@ -106,38 +102,34 @@ class Inputs:
             return
         self.used = True
         self._forwarding(model, args)
-        phase = None if torch.is_grad_enabled() else self.evaluated()
-        window = self._wanted() if torch.is_grad_enabled() else None
-        fed = self.fed() if torch.is_grad_enabled() else None
-        given = [] if {phase, window, fed} == {None} else self._given([*args, *kwargs.values()])
-        if phase is not None and given:
-            self._journal.write("seen", phase=phase, rows=row_digests(given))
-        if window is not None and given:
-            self._journal.write("input", window=window, rows=row_digests(given))
-        if fed is not None and given:
-            self._journal.write("used", window=fed, rows=row_digests(given))
+        trains = torch.is_grad_enabled()
+        of_interest = [
+            ("seen", "phase", None if trains else self.evaluated()),
+            ("input", "window", self._wanted() if trains else None),
+            ("used", "window", self.fed() if trains else None),
+        ]
+        wanted = [one for one in of_interest if one[2] is not None]
+        given = self._given([*args, *kwargs.values()]) if wanted else []
+        for kind, name, value in wanted if given else []:
+            self._journal.write(kind, **{name: value}, rows=row_digests(given))
 
     def _given(self, values: list[Any]) -> list[Any]:
         """Leaves out what a model has computed, such as the pictures of a generator: that is no sample."""
-        from samestep.verification.recording.leaves import tensors_of
-
         return [value for value in values if not any(map(self._is_computed, tensors_of(value)))]
 
     def _is_computed(self, tensor: Any) -> bool:
-        import torch
         from torch.multiprocessing.reductions import StorageWeakRef
+
+        from samestep.verification.recording.modes import is_plain
 
         if tensor.grad_fn is not None:
             return True
-        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-        return is_plain and StorageWeakRef(tensor.untyped_storage()) in self._outputs  # type: ignore[no-untyped-call]
+        return is_plain(tensor) and StorageWeakRef(tensor.untyped_storage()) in self._outputs  # type: ignore[no-untyped-call]
 
     def _note_outputs(self, _: Any, __: Any, result: Any) -> None:
         """Remembers the tensors that a model has returned, also under other names (detach); not beyond their end."""
         import torch
         from torch.multiprocessing.reductions import StorageWeakRef
-
-        from samestep.verification.recording.leaves import tensors_of
 
         if is_traced():
             return

@@ -1,17 +1,12 @@
 """Where a recording ends: counted in optimizer steps and batches alone, which are the same on all ranks and machines.
 
-    steps       1 … 64 │ 65 │ 66 │ 67        with steps=64 and passes=3
-    data        pass 0 ┴ 1 ─┴ 2 ─┴ 3         behind each of these steps the pass that fed it is ended early
-
-What stands behind a pass over the data (an evaluation, a save, a resume) is so reached, however long the pass is. A
-script that reads no pass, or reads on with another one, is ended behind the last of these steps.
+Behind the last steps, each pass that fed one is ended early, to reach what stands behind it: an evaluation, a save, a
+resume. A script that reads no pass, or reads on with another one, is ended behind the last of these steps.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-
-__all__: list[str] = []
 
 STEPS = 64  # that are recorded if nobody asks for others
 LONGER = 4  # times as many of a script without a DataLoader, which has no pass that could be ended
@@ -45,7 +40,6 @@ class Limit:
         self._ending: set[Pass] = set()
 
     def yielded(self, name: Pass) -> None:
-        """A pass has yielded a batch to train on."""
         self._yielded[name] += 1
         self._window[name] += 1
 

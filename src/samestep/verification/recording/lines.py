@@ -1,10 +1,5 @@
 """What the lines of a script compute with tensors, in one step or in evaluations: kept to find the first that differs.
 
-    train.py:41   mse_loss   0.25       forward
-    train.py:42   add        0.75       forward
-    train.py:47   div_       […]        behind the backward pass
-    lion.py:12    mul_       […]        within the optimizer's step
-
 A mode sees calls of torch's functions, and :meth:`LineTrace.note` gets the results of collectives. What is inside of
 them, such as the backward pass, is not seen.
 """
@@ -20,12 +15,9 @@ import torch
 from torch import Tensor
 
 from samestep.instrument.patch import is_traced
-from samestep.instrument.script_io import save_unreported
 from samestep.verification.journal import TraceWriter
-from samestep.verification.recording.leaves import tensors_of
-from samestep.verification.recording.modes import LooseMode, line_of
-
-__all__: list[str] = []
+from samestep.verification.recording.containers import tensors_of
+from samestep.verification.recording.modes import LooseMode, is_plain, line_of, storage_of
 
 FORWARD, GRADIENTS, STEP, EVALUATION = "forward", "gradients", "step", "evaluation"
 _MOST_NUMBERS = 1 << 18  # of a tensor that is kept
@@ -48,9 +40,7 @@ _LEFT_OUT = _UNFILLED | {
 class LineTrace(LooseMode):
     """Keeps results in memory while it is active, and writes them down when it ends.
 
-    Args:
-        journal: to write to.
-        whole_numbers: whether results without a fraction are kept too, as the numbers of samples are.
+    With `whole_numbers` it keeps results without a fraction too, as the numbers of samples are.
     """
 
     def __init__(self, journal: TraceWriter, *, whole_numbers: bool = False) -> None:
@@ -63,21 +53,18 @@ class LineTrace(LooseMode):
         self.segment: str | None = None
 
     def begin(self, segment: str) -> None:
-        """Looks at what is computed from now on, as a part of this segment."""
         self.enter()
         self.segment = segment
 
     def end(self) -> None:
-        """Writes down what was computed."""
         self.leave()
         lines, self._lines, self.segment = self._lines, [], None
         self._seen.clear()
         if lines:
-            kept = self._journal.keep(lambda path: save_unreported(lines, path))
+            kept = self._journal.keep(lines)
             self._journal.write("lines", kept=kept)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls, and keeps what it brings."""
         result = func(*args, **(kwargs or {}))
         if self.segment is not None and not self._is_busy and not is_traced():
             name = getattr(func, "__name__", "")
@@ -89,7 +76,6 @@ class LineTrace(LooseMode):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was kept since the last end."""
         return not self._lines and self.segment is None
 
     def note(
@@ -121,19 +107,14 @@ class LineTrace(LooseMode):
 
 def storages_of(tensors: Iterable[Tensor]) -> list[int]:
     """Returns where their numbers lie, as lines tell it; of some it is not known."""
-    return [one.untyped_storage().data_ptr() for one in tensors if _is_plain(one)]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is known where its numbers lie."""
-    return type(tensor) in {Tensor, torch.nn.Parameter} and tensor.layout == torch.strided
+    return [storage_of(one) for one in tensors if is_plain(one)]
 
 
 def _kept(tensor: Tensor) -> dict[str, Any]:
     local = getattr(tensor, "_local_tensor", tensor)
     is_small = local.numel() <= _MOST_NUMBERS
     return {
-        "at": local.untyped_storage().data_ptr() if _is_plain(local) else None,
+        "at": storage_of(local) if is_plain(local) else None,
         "grad": tensor.requires_grad,
         "cut": local is not tensor,
         "shape": list(local.shape),

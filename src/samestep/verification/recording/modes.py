@@ -10,11 +10,10 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from samestep.instrument.patch import call_site, is_own
-
-__all__: list[str] = []
 
 _RECORDING = ("samestep.verification.recording.", "samestep.verification.reference.")
 
@@ -42,6 +41,17 @@ class LooseMode(TorchFunctionMode):
 
 def _stack() -> list[Any]:
     return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Returns whether a tensor has a storage in which its numbers lie one behind the other."""
+    return type(tensor) in {Tensor, nn.Parameter} and tensor.layout == torch.strided
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Returns what tells the memory of a tensor from others; of a DTensor, that of this rank's numbers."""
+    own = getattr(tensor, "_local_tensor", tensor)
+    return int(own.untyped_storage().data_ptr()) if own.layout == torch.strided else id(own)
 
 
 def line_of(frame: FrameType | None) -> str | None:

@@ -1,25 +1,75 @@
-"""What the parameters of an optimizer are called: by the models that are alive, whoever made and wrapped them."""
+"""The modules that are alive, and what they call their parameters. Imports no torch.
+
+Modules are remembered as they are made. To look for them among all objects takes 60 ms, and grows with what a script
+holds (measured); a recorded step asks for them several times.
+"""
 
 from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from samestep.instrument.patch import call_site, is_own
 
-from samestep.verification.recording.modules import Lines, alive, lines
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
-__all__: list[str] = []
+Lines = tuple[str, str]  # of the user's code: where a module was made, and where the model that it is a part of was
 
 _WRAPPERS = ("module.", "_orig_mod.", "_forward_module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_made: list[list[tuple[weakref.ref[Any], Lines]]] = []  # one list, once modules are remembered
+
+
+def remember(module: Any) -> None:
+    """Remembers modules from now on, also those that are copied or read from a file."""
+    made: list[tuple[weakref.ref[Any], Lines]] = []
+
+    def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        original = super(module.Module, cls).__new__
+        one = original(cls) if original is object.__new__ else original(cls, *args, **kwargs)
+        made.append((weakref.ref(one), _made_at(sys._getframe(1), module.Module)))  # noqa: SLF001
+        return one
+
+    module.Module.__new__ = staticmethod(__new__)  # torch calls it on an object too, to copy one with a weight norm
+    _made.append(made)
+
+
+def alive() -> list[Any] | None:
+    """Returns those that are alive, in the order in which they were made; None where nobody remembers them."""
+    if not _made:
+        return None
+    known = [(one, module) for one in _made[0] if (module := one[0]()) is not None]
+    _made[0][:] = [one for one, _ in known]
+    return [module for _, module in known if "_modules" in module.__dict__]  # another is under construction
+
+
+def lines() -> dict[int, Lines]:
+    """Returns id -> lines of the modules that are alive."""
+    return {id(module): made_lines for one, made_lines in (_made[0] if _made else []) if (module := one()) is not None}
+
+
+def _made_at(frame: FrameType, kind: type[Any]) -> Lines:
+    line = whole = call_site(frame)
+    outer: FrameType | None = frame
+    while outer is not None:
+        code = outer.f_code
+        is_init = code.co_name == "__init__" and code.co_argcount > 0 and is_own(code.co_filename)
+        if is_init and isinstance(outer.f_locals.get(code.co_varnames[0]), kind):
+            whole = call_site(outer.f_back)
+        outer = outer.f_back
+    return line, whole
 
 
 def roots() -> list[nn.Module]:
     """Returns the modules that no other module holds, in the order in which they were made."""
     modules = alive()
     if modules is None:
+        from torch import nn
+
         # the type is asked, not the object: some that torch deprecates warn when they are looked at
         modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
@@ -32,18 +82,6 @@ def parameters_of(root: nn.Module) -> list[Tensor]:
         return list(root.parameters())
     except AttributeError:
         return []
-
-
-def names_of(parameters: Iterable[Tensor]) -> dict[int, str]:
-    """Returns id -> name of the parameters that a model which is alive holds; names are those of the bare model."""
-    wanted = {id(parameter) for parameter in parameters}
-    names: dict[int, str] = {}
-    for number, root in enumerate(found := [one for one in roots() if _holds(one, wanted)]):
-        prefix = f"model {number + 1}: " if len(found) > 1 else ""
-        for name, parameter in root.named_parameters():
-            if id(parameter) in wanted:
-                names.setdefault(id(parameter), prefix + bare(name))
-    return names
 
 
 def made_at(parameters: Iterable[Any]) -> list[Lines]:
@@ -70,8 +108,7 @@ def held_by(parameters: Iterable[Tensor]) -> dict[int, dict[str, Any]]:
     """Returns id -> name -> parameter: itself, or the slices of models in FullyShardedDataParallel that it holds."""
     wanted = {id(parameter) for parameter in parameters}
     held: dict[int, dict[str, Any]] = {}
-    for number, root in enumerate(found := [one for one in roots() if _holds(one, wanted)]):
-        prefix = f"model {number + 1}: " if len(found) > 1 else ""
+    for prefix, root in _holders(wanted):
         of_root: dict[int, dict[str, Any]] = {}
         for name, one in named(root):
             of_root.setdefault(owner_of(one), {})[prefix + name] = one
@@ -113,6 +150,12 @@ def _holds(module: nn.Module, wanted: set[int]) -> bool:
     return any(owner_of(parameter) in wanted for _, parameter in named(module))
 
 
+def _holders(wanted: set[int]) -> list[tuple[str, nn.Module]]:
+    """The models that hold any of the parameters, and what their names begin with where there are several models."""
+    found = [one for one in roots() if _holds(one, wanted)]
+    return [(f"model {number}: " if len(found) > 1 else "", root) for number, root in enumerate(found, 1)]
+
+
 def buffers_of(parameters: Iterable[Tensor], *, evaluating: bool = False) -> dict[str, Tensor]:
     """Returns the buffers of the models that hold any of the parameters, by name; or those of evaluating modules."""
     wanted = {id(parameter) for parameter in parameters}
@@ -126,10 +169,9 @@ def buffers_of(parameters: Iterable[Tensor], *, evaluating: bool = False) -> dic
 def others_of(parameters: Iterable[Tensor], known: Iterable[Tensor]) -> dict[str, Any]:
     """Returns the trained parameters, by name, of the models that hold any of `parameters`, which are not `known`."""
     wanted, held = {id(parameter) for parameter in parameters}, {id(parameter) for parameter in known}
-    found = [one for one in roots() if _holds(one, wanted)]
     return {
-        (f"model {number + 1}: " if len(found) > 1 else "") + name: parameter
-        for number, root in enumerate(found)
+        prefix + name: parameter
+        for prefix, root in _holders(wanted)
         for name, parameter in named(root)
         if parameter.requires_grad and owner_of(parameter) not in held
     }
@@ -173,5 +215,4 @@ def _persistent(root: nn.Module, *, evaluating: bool = False) -> Iterator[tuple[
 
 
 def of_optimizer(optimizer: Any) -> list[Tensor]:
-    """Returns an optimizer's parameters, in its order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

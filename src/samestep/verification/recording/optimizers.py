@@ -7,9 +7,22 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from samestep.runtime.digest import digest
 from samestep.verification.journal import TraceWriter
-
-__all__: list[str] = []
+from samestep.verification.recording.containers import named_tensors
+from samestep.verification.recording.naming import (
+    bare,
+    buffers_of,
+    foreign_buffers_of,
+    held_by,
+    made_at,
+    named,
+    of_optimizer,
+    others_of,
+    owner_of,
+    roots,
+    untrained_of,
+)
 
 TRAINED = "trained model "  # one of which an optimizer holds a part
 
@@ -40,8 +53,7 @@ class Optimizers:
         return [optimizer for made in self._made if (optimizer := made()) is not None]
 
     def rates(self) -> list[float]:
-        """Returns the learning rates of all of them."""
-        return [float(group["lr"]) for optimizer in self.all for group in optimizer.param_groups if "lr" in group]
+        return [rate for optimizer in self.all for rate in rates_of(optimizer)]
 
     def add(self, optimizer: Any, where: str) -> None:
         """Numbers an optimizer, unless it has its number."""
@@ -56,8 +68,6 @@ class Optimizers:
         """Counts a step, from `begun`; an optimizer that is made anew for the same parameters goes on counting."""
         from torch.utils.weak import WeakIdKeyDictionary
 
-        from samestep.verification.recording.naming import of_optimizer
-
         if self._taken is None:
             self._taken = WeakIdKeyDictionary()
         first = next(iter(of_optimizer(optimizer)), optimizer)
@@ -66,11 +76,9 @@ class Optimizers:
 
     @staticmethod
     def is_by_hand(optimizer: Any) -> bool:
-        """Whether it stands for the script's own code."""
         return hasattr(optimizer, "returned")
 
     def gradients(self, optimizer: Any) -> dict[str, Any]:
-        """Returns name -> gradient, None where there is none."""
         returned = getattr(optimizer, "returned", {})
         parameters = self.parameters(optimizer).items()
         return {name: returned.get(id(one)) if one.grad is None else one.grad for name, one in parameters}
@@ -80,8 +88,6 @@ class Optimizers:
 
         Of a flat parameter (FSDP1) it is the parameters that lie in it.
         """
-        from samestep.verification.recording.naming import made_at, of_optimizer
-
         number = optimizer.samestep_number
         parameters = self._slices(optimizer, of_optimizer(optimizer))
         names = self._named.get(number)
@@ -96,8 +102,6 @@ class Optimizers:
 
     def _name(self, optimizer: Any) -> tuple[list[str], list[Any]]:
         """Looks for an optimizer's parameters in the models that are alive."""
-        from samestep.verification.recording.naming import held_by, of_optimizer
-
         owners = of_optimizer(optimizer)
         found = held_by(owners)
         cut = {key: list(held.values()) for key, held in found.items() if hasattr(next(iter(held.values())), "owner")}
@@ -113,34 +117,23 @@ class Optimizers:
 
     def beside(self, optimizer: Any) -> dict[str, Any]:
         """Returns the trained parameters of its models that no optimizer here holds: another rank's may."""
-        from samestep.verification.recording.naming import of_optimizer, others_of
-
         number = optimizer.samestep_number
         if number not in self._beside:
             self._beside[number] = others_of(of_optimizer(optimizer), self._every_parameter())
         return self._beside[number]
 
     def buffers(self) -> dict[str, Any]:
-        """Returns the buffers of the models whose parameters they hold."""
-        from samestep.verification.recording.naming import buffers_of
-
         return buffers_of(self._every_parameter())
 
     def buffers_in_use(self) -> dict[str, Any]:
         """Returns those of modules that are not in training mode, in which statistics are made and not used."""
-        from samestep.verification.recording.naming import buffers_of
-
         return buffers_of(self._every_parameter(), evaluating=True)
 
     def foreign_buffers(self) -> dict[str, Any]:
         """Returns the buffers of modules that hold none of their parameters: a loss with a running state, say."""
-        from samestep.verification.recording.naming import foreign_buffers_of
-
         return foreign_buffers_of(self._every_parameter())
 
     def _every_parameter(self) -> list[Any]:
-        from samestep.verification.recording.naming import of_optimizer
-
         return [parameter for optimizer in self.all for parameter in of_optimizer(optimizer)]
 
     def values(self) -> dict[str, Any]:
@@ -162,8 +155,6 @@ class Optimizers:
         Models are numbered as they are first seen here: one that is gone takes no other's number with it. Those of
         which an optimizer holds a part are numbered by themselves, since in one process it may hold all.
         """
-        from samestep.verification.recording.naming import named, owner_of, untrained_of
-
         found: dict[str, Any] = {}
         stepped = self._every_parameter()
         held_ids = {id(parameter) for parameter in stepped}
@@ -177,8 +168,6 @@ class Optimizers:
 
     def averaged(self, model: Any) -> dict[str, Any]:
         """Returns the parameters of a model none of which an optimizer holds: an average, or a teacher."""
-        from samestep.verification.recording.naming import bare
-
         stepped = {id(parameter) for parameter in self._every_parameter()}
         found = {bare(name): parameter for name, parameter in model.named_parameters()}
         is_known = any(id(one) in stepped or hasattr(one, "_local_tensor") for one in found.values())
@@ -187,11 +176,11 @@ class Optimizers:
     def _changed(self) -> dict[str, Any]:
         """Those of them that are not what they were at the first call; all that are cut, a part may be unchanged."""
         parameters = self.untrained()
-        told = digests(parameters)
+        reported = digests(parameters)
         if self._untrained is None:
-            self._untrained = told
+            self._untrained = reported
         changed = {
-            name: one for name, one in parameters.items() if self._untrained.get(name) != told[name] or _is_cut(one)
+            name: one for name, one in parameters.items() if self._untrained.get(name) != reported[name] or _is_cut(one)
         }
         return held(changed)
 
@@ -206,43 +195,29 @@ class Optimizers:
 
     def states(self) -> list[dict[str, Any]]:
         """Returns the rate and the state of every optimizer: what a checkpoint must bring back."""
-        from samestep.runtime.digest import digest
-        from samestep.verification.recording.passes import tensors_in
-
-        told = []
+        reported = []
         for optimizer in self.all:
             # a parameter without numbers here (FSDP1: another rank has them) has no state, or the counters of one
             states = [state for key, state in optimizer.state.items() if not hasattr(key, "numel") or key.numel()]
-            kept = sorted(digest(tensor) for _, tensor in tensors_in(states))
-            rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+            kept = sorted(digest(tensor) for _, tensor in named_tensors(states))
             names = [
                 name
                 for name, one in self.parameters(optimizer).items()
                 if getattr(one, "owner", one) in optimizer.state
             ]
-            told.append({"number": optimizer.samestep_number, "state": kept, "rates": rates, "names": names})
-        return told
+            reported.append(
+                {"number": optimizer.samestep_number, "state": kept, "rates": rates_of(optimizer), "names": names}
+            )
+        return reported
 
     def state_digests(self, optimizer: Any) -> dict[str, list[str]]:
         """Returns what tells the state of each parameter from others, of those that have one."""
-        from samestep.runtime.digest import digest
-        from samestep.verification.recording.passes import tensors_in
-
         named = {name: getattr(one, "owner", one) for name, one in self.parameters(optimizer).items()}
         states = {name: optimizer.state[one] for name, one in named.items() if one in optimizer.state}
-        return {name: sorted(digest(tensor) for _, tensor in tensors_in(state)) for name, state in states.items()}
+        return {name: sorted(digest(tensor) for _, tensor in named_tensors(state)) for name, state in states.items()}
 
-    def orphans(self) -> list[str]:
-        """Returns the parameters that have a gradient, and no optimizer."""
-        return [name for name, _ in self._unheld()]
-
-    def left_out(self) -> list[str]:
-        """Returns those of them whose model is trained otherwise."""
-        return [name for name, trained in self._unheld() if trained]
-
-    def _unheld(self) -> list[tuple[str, bool]]:
-        from samestep.verification.recording.naming import named, owner_of, roots
-
+    def unheld(self) -> list[tuple[str, bool]]:
+        """Returns the parameters that have a gradient and no optimizer, and whether one holds others of their model."""
         held = {id(parameter) for parameter in self._every_parameter()}
         found = []
         for root in roots():
@@ -259,7 +234,6 @@ class Optimizers:
 
     @property
     def holds_parts(self) -> bool:
-        """Whether a parameter is cut over the ranks."""
         return any(_is_cut(parameter) for optimizer in self.all for parameter in self.parameters(optimizer).values())
 
     @property
@@ -270,6 +244,10 @@ class Optimizers:
         held = {id(parameter) for parameter in self._every_parameter()}
         states = [id(parameter) for optimizer in self.all for parameter in optimizer.state]
         return not any(self.beside(optimizer) for optimizer in self.all) and (not states or held <= set(states))
+
+
+def rates_of(optimizer: Any) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -342,11 +320,9 @@ def _is_cut(parameter: Any) -> bool:
 
 def digests(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Returns name -> digest, or None where there is no tensor; that of a part begins with its place."""
-    from samestep.runtime.digest import digest
-
-    told = held(tensors)
-    if not any(hasattr(tensor, "place") for tensor in told.values()):
-        return {name: None if tensor is None else digest(tensor) for name, tensor in told.items()}
+    reported = held(tensors)
+    if not any(hasattr(tensor, "place") for tensor in reported.values()):
+        return {name: None if tensor is None else digest(tensor) for name, tensor in reported.items()}
     from samestep.verification.recording.parts import digest_of
 
-    return {name: None if tensor is None else digest_of(tensor) for name, tensor in told.items()}
+    return {name: None if tensor is None else digest_of(tensor) for name, tensor in reported.items()}

@@ -1,7 +1,4 @@
-"""What a rank's backward passes bring by themselves, before anything averages it.
-
-    loss ──► backward ──► own gradient ──► .grad ──► DistributedDataParallel, all_reduce, clipping ──► step
-                          └ kept here
+"""Keeps what a rank's backward passes bring by themselves, before anything averages it.
 
 Hooks of the parameters see it, in the windows whose values are kept. What was brought before gradients were set back
 (by one optimizer of another one's parameters, say) does not count. Parameters that are cut over the ranks have none.
@@ -16,15 +13,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__: list[str] = []
-
 
 class OwnGradients:
-    """Sums them up.
-
-    Args:
-        wanted: whether they are kept now.
-    """
+    """Sums them up, while they are `wanted`."""
 
     def __init__(self, wanted: Callable[[], bool]) -> None:
         self._wanted = wanted
@@ -32,7 +23,6 @@ class OwnGradients:
         self._watched: Any = WeakIdKeyDictionary()
 
     def watch(self, parameters: Iterable[Any]) -> None:
-        """Looks at these parameters from now on."""
         for one in parameters:
             if isinstance(one, Tensor) and one not in self._watched and _is_whole(one):
                 self._watched[one] = one.register_hook(_Hook(self, one))  # type: ignore[no-untyped-call]
@@ -55,7 +45,6 @@ class OwnGradients:
         return {name: None if one is None else one / scale for name, one in found.items()}
 
     def forget(self) -> None:
-        """A window has ended."""
         self._sums.clear()
 
 

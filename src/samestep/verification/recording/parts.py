@@ -1,12 +1,7 @@
 """Parameters that are cut over the ranks (DTensor: fully_shard): which part a rank holds, and the whole of all parts.
 
-    rank 0   Part [0:2, 0:3] of [4, 3]   ┐
-    rank 1   Part [2:4, 0:3] of [4, 3]   ┴──►  the tensor, as one process has it
-
-A part that FullyShardedDataParallel (FSDP1) has cut is no box: it is a stretch of the tensor's memory.
-
-Of each part there is one copy, or with replicated groups (HSDP) one in each group: a digest carries the place of its
-part, and only digests of one place are comparable. Nothing here is collective: each rank looks at what it holds.
+A digest carries the place of its part, and only digests of one place are comparable. Nothing here is collective: each
+rank looks at what it holds.
 """
 
 from __future__ import annotations
@@ -36,7 +31,6 @@ class Part:
 
     @property
     def place(self) -> str:
-        """Where it lies, for a digest."""
         return "nowhere" if self.offsets is None else f"{list(self.offsets)}+{list(self.values.shape)}"
 
 

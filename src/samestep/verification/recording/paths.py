@@ -1,10 +1,7 @@
 """The way that a script takes through its lines, and the numbers that it takes out of tensors on that way.
 
-    train.py:41   cross_entropy
-    train.py:47   item             2.31        a number of Python: what the script decides by, or hands to a schedule
-    train.py:52   zero_             …          where ranks go on at different lines, the number before was another one
-
-Kept from the first optimizer to the end of the script, by windows. What lies inside torch's functions is not seen.
+Where ranks go on at different lines, the number before was another one. Kept from the first optimizer to the end of
+the script, by windows. What lies inside torch's functions is not seen.
 """
 
 from __future__ import annotations
@@ -14,11 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from samestep.instrument.patch import is_traced
-from samestep.instrument.script_io import save_unreported
 from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.modes import LooseMode, line_of
-
-__all__: list[str] = []
 
 RATES = ("", "learning rates")  # a place: from here on they are other ones
 _OUT_OF_TENSORS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__array__", "equal"}
@@ -30,36 +24,28 @@ Entry = tuple[int, Any]  # number of the place, and what was taken out of a tens
 
 
 class PathTrace(LooseMode):
-    """Keeps it in memory, and writes it down when the script ends.
-
-    Args:
-        journal: to write to.
-        rates: returns the learning rates of all optimizers.
-    """
+    """Keeps it in memory, and writes it down when the script ends; `rates` returns those of all optimizers."""
 
     def __init__(self, journal: TraceWriter, rates: Callable[[], list[float]]) -> None:
         super().__init__()
         self._journal = journal
         self._rates = rates
-        self._told: list[float] = []
+        self._last_rates: list[float] = []
         self._places: dict[tuple[str, str], int] = {}
         self._windows: dict[int, list[Entry]] = {}
         self._entries: list[Entry] = []
         self._count = 0
 
     def close(self, window: int) -> None:
-        """A window has ended."""
         self._windows[window], self._entries = self._entries, []
 
     def end(self, window: int) -> None:
-        """Writes everything down."""
         self.leave()
         self.close(window)
-        told = {"places": list(self._places), "windows": self._windows}
-        self._journal.write("path", kept=self._journal.keep(lambda path: save_unreported(told, path)))
+        path_taken = {"places": list(self._places), "windows": self._windows}
+        self._journal.write("path", kept=self._journal.keep(path_taken))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls, and keeps where that was."""
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if self._count < _MOST_ENTRIES and name not in _NO_PLACES and not is_traced():
@@ -71,8 +57,8 @@ class PathTrace(LooseMode):
 
     def _note_rates(self) -> None:
         rates = self._rates()
-        if rates != self._told:
-            self._told = rates
+        if rates != self._last_rates:
+            self._last_rates = rates
             self._add(RATES, rates)
 
     def _add(self, place: tuple[str, str], number: Any) -> None:

@@ -1,11 +1,7 @@
 """The observer that records a rank, and changes nothing in what it does but its dropout and its autocast.
 
-    window      what lies between two optimizer steps: 1 ─ batch, batch, backward, step ─ 2 ─ batch, …
-    digests     of all gradients before, and all parameters after, every step
-    values      of the first rank, at few windows: all parameters when the window begins, all gradients when it ends
-
-It ends the rank with code 0 after so many steps: all ranks at the same, so nobody waits for anybody. Before that,
-passes over the data are ended early, for what stands behind them: :mod:`samestep.verification.recording.limit`.
+A window is what lies between two optimizer steps. Digests are kept of every step, values of few windows. The rank is
+ended with code 0 after so many steps: all ranks at the same, so nobody waits for anybody.
 """
 
 from __future__ import annotations
@@ -23,23 +19,23 @@ from typing import TYPE_CHECKING, Any
 from samestep.instrument.callbacks import LoadedBatch, LoaderPass, PassIterator
 from samestep.instrument.collective_call import CollectiveCall
 from samestep.instrument.patch import call_site
-from samestep.instrument.script_io import save_unreported
+from samestep.instrument.training import watch_bare_forward
 from samestep.launch.rank.observers import RankContext
 from samestep.rankenv import variable
+from samestep.runtime.digest import digest, digest_of_bytes
 from samestep.verification.journal import SPAWNED
-from samestep.verification.recording.adjusting import kill_once_saved
 from samestep.verification.recording.chance import MOST_BEFORE, ORDERING, keep, note_order
 from samestep.verification.recording.compressing import Compressing
+from samestep.verification.recording.containers import mapped, named_tensors
 from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.recording.limit import Limit, Pass
-from samestep.verification.recording.optimizers import digests, held, settings_of
-from samestep.verification.recording.restarting import kill, may_load
-from samestep.verification.recording.witness import StopRecording, Witness
+from samestep.verification.recording.naming import bare, made_at, named, roots
+from samestep.verification.recording.optimizers import digests, held, rates_of, settings_of
+from samestep.verification.recording.restarting import kill, kill_once_saved, may_load
+from samestep.verification.recording.script_observer import ScriptObserver, StopRecording
 
 if TYPE_CHECKING:
     from samestep.verification.recording.datasets import Held
-
-__all__: list[str] = []
 
 SAMPLED = (0, 1, 2, 16, 64)  # windows whose values are kept; what follows the parameters needs 1 and 2
 MOST_ENDS = 2  # and so many that end a pass over the data, which may be shorter
@@ -53,77 +49,72 @@ _NOISY = 4  # and so many batches of a pass for which a dataset's own generators
 WHOLE = 2  # passes over each loader whose samples are all told
 
 
-class Recorder(Witness):
+class Recorder(ScriptObserver):
     """Records one rank as SAMESTEP_VERIFY says, a JSON object: "folder", "steps", and "passes" to end early."""
 
-    def begin(self, seat: RankContext) -> None:
-        """Watches everything from now on."""
+    def begin(self, context: RankContext) -> None:
         order = json.loads(variable("SAMESTEP_VERIFY") or "{}")
-        self.rank = seat.rank
+        self.rank = context.rank
         folder = Path(order["folder"])
-        self.attend(order, folder / SPAWNED if seat.spawned else folder, seat, self._unseen_window)
-        self.inputs.fed = self._fed_window
+        folder = folder / SPAWNED if context.spawned else folder
+        self.open_trace(order, folder, context, lambda: None if self._is_fed else self.window)
+        self.inputs.fed = lambda: self.window if self._is_fed and self.window < _CUT else None  # a script may cut them
         self._limit = Limit(order["steps"], order.get("passes", 0))
         self._open: dict[Pass, PassIterator] = {}  # passes that are not over
         self._lengths: dict[str, int | None] = {}  # of loaders
         self._whole: Counter[str] = Counter()  # loader -> passes whose samples are all told
-        self._events = 0
         self._sampled = False
         self._ends = 0
         self._evaluated = 0
         self._last_micro = 1
         self._has_trained = False  # a model was called with gradients in this window
         self._looks = 0  # windows that were kept since a model was called without
-        self._scaled: Any = None
         self._unit = 0.0  # the unit roundoff of the coarsest leaf of this window's backward passes
         self._own: Any = None  # an OwnGradients, once an optimizer is there
-        self.compressing = Compressing(self.journal, first=seat.rank == 0, wanted=lambda: self._sampled)
+        self.compressing = Compressing(self.journal, first=context.rank == 0, wanted=lambda: self._sampled)
         self._replicas: list[weakref.ref[Any]] = []  # models in DistributedDataParallel
-        self._replicas_told = 0
+        self._replicas_reported = 0
         self._datasets: dict[str, Any] = {}
         self._dropped_in = -1
         self._masks = 0  # of the window at hand that were looked at
         self._loaded: str | None = None
         self._loaded_buffers: dict[str, str] = {}
         self._averaged: dict[int, dict[str, Any] | None] = {}  # model -> its event of this window; None: several values
-        self._told_averaged = 0
+        self._averages_reported = 0
         self._loaded_averaged: dict[str, str] = {}
-        self._collected_at = -1  # the event before which models that nobody holds were taken away last
+        self._collected_at = -1  # the window in which models that nobody holds were collected last
         self._evaluates: str | None = None  # the evaluation whose parameters were written last
         self._loaded_at: str | None = None  # where parameters were loaded since the last step
         self._is_fed = False  # a DataLoader has yielded what is trained on
         self._is_over = False  # the pass at hand has yielded all it has, and its last batch may still be trained on
-        self.begin_watching()
+        self.install_patches()
 
     def end(self, error: BaseException | None) -> None:
-        """Notes how the script has ended."""
         self._tell_averaged()
-        if self._datasets and (error is None or isinstance(error, SystemExit)):
-            self._tell_datasets()
+        if error is None or isinstance(error, SystemExit):
+            for key, dataset in self._datasets.items():
+                self._tell_dataset(key, dataset)
         if self.rank == 0 and may_load():
             self.journal.write("may_load")
         super().end(error)
 
     def _note_dataset(self, epoch: LoaderPass) -> None:
         """One that loads in this process is looked at now; one that workers load, when they are gone."""
-        from samestep.verification.recording.datasets import fingerprint
-
-        if epoch.number == 0 and not epoch.loader.num_workers:
-            self.journal.write("fingerprint", key=epoch.key, samples=fingerprint(epoch.loader.dataset))
-        elif epoch.number == 0:
+        if epoch.number == 0 and epoch.loader.num_workers:
             self._datasets[epoch.key] = epoch.loader.dataset
+        elif epoch.number == 0:
+            self._tell_dataset(epoch.key, epoch.loader.dataset)
 
-    def _tell_datasets(self) -> None:
+    def _tell_dataset(self, key: str, dataset: Any) -> None:
         from samestep.verification.recording.datasets import fingerprint
 
-        for key, dataset in self._datasets.items():
-            self.journal.write("fingerprint", key=key, samples=fingerprint(dataset))
+        self.journal.write("fingerprint", key=key, samples=fingerprint(dataset))
 
     # --- data --------------------------------------------------------------------------------
 
     def on_pass(self, epoch: LoaderPass, own: PassIterator) -> Iterator[Any]:
         """Writes down what a pass yields; one that is to end early yields nothing more."""
-        from samestep.verification.recording.passes import described
+        from samestep.verification.recording.datasets import described
 
         name = epoch.key, epoch.number
         self._begin_pass(name, own)
@@ -193,7 +184,7 @@ class Recorder(Witness):
             self._is_fed = True
             self._limit.yielded((batch.loader_pass.key, batch.loader_pass.number))
         self.open_window(evaluating=evaluating, ends=not evaluating and self._ends_pass(batch))
-        asked = len(batch.indices or ())
+        requested = len(batch.indices or ())
         room, number = not self.journal.is_full, self._keep_batch(batch.value) if training else None
         self.journal.write(
             "batch",
@@ -201,8 +192,8 @@ class Recorder(Witness):
             number=batch.loader_pass.number,
             index=batch.index,
             indices=batch.indices,
-            rows=rows.row_digests(batch.value, asked, loaded=True),
-            size=rows.count(batch.value, asked) or asked,
+            rows=rows.row_digests(batch.value, requested, loaded=True),
+            size=rows.count(batch.value, requested) or requested,
             kept=number,
             room=room,
             training=training,
@@ -211,21 +202,11 @@ class Recorder(Witness):
 
     def _keep_batch(self, value: Any) -> int | None:
         """None too where a batch holds what cannot be saved: a function, a lock, a file."""
-        from samestep.verification.recording import rows
-
         with contextlib.suppress(AttributeError, TypeError, PicklingError):
-            return self.journal.keep(lambda path: save_unreported(rows.held(value), path))
+            return self.journal.keep(mapped(value, lambda one: one.detach().cpu().clone()))
         return None
 
     # --- windows -----------------------------------------------------------------------------
-
-    def _fed_window(self) -> int | None:
-        """The window at hand, if DataLoaders tell its batches and it is one of the first: a script may cut them."""
-        return self.window if self._is_fed and self.window < _CUT else None
-
-    def _unseen_window(self) -> int | None:
-        """The window at hand, if no DataLoader tells what it trains on."""
-        return None if self._is_fed else self.window
 
     def _ends_pass(self, batch: LoadedBatch) -> bool:
         """Whether the window that begins with this batch will, as far as the last one tells, be the pass's last."""
@@ -258,21 +239,21 @@ class Recorder(Witness):
 
         One that is used with several values in one window is neither: a copy that a script perturbs, say.
         """
-        if not self.window or self._told_averaged >= MOST_AVERAGED:
+        if not self.window or self._averages_reported >= MOST_AVERAGED:
             return
         known = self._averaged.get(id(model), {})
         if known is None or not (parameters := self.optimizers.averaged(model)):
             return
-        told = digests(parameters)
+        reported = digests(parameters)
         if not known:
-            about = {"window": self.window, "digests": told, "where": call_site(_frame())}
+            about = {"window": self.window, "digests": reported, "where": call_site(_frame())}
             self._averaged[id(model)] = about
-        elif known["digests"] != told:
+        elif known["digests"] != reported:
             self._averaged[id(model)] = None
 
     def _tell_averaged(self) -> None:
         for about in filter(None, self._averaged.values()):
-            self._told_averaged += 1
+            self._averages_reported += 1
             self.journal.write("averaged", **about)
         self._averaged.clear()
 
@@ -290,8 +271,6 @@ class Recorder(Witness):
             self._collected_at = -1  # the script may have made its model anew since it has saved
             self._loaded_averaged = self._averages()
         if self.window == 0:
-            from samestep.verification.recording.naming import roots
-
             groups = [group for optimizer in self.optimizers.all for group in optimizer.param_groups]
             numbers = sum(one.numel() for group in groups for one in group["params"])
             norms = local_norms_in(one for root in roots() for one in root.modules())
@@ -302,33 +281,26 @@ class Recorder(Witness):
 
     def _averages(self) -> dict[str, Any]:
         """Digests of the models that no optimizer holds; not of those that only wait to be collected."""
-        if self._collected_at != self._events and self.optimizers.untrained():
-            self._collected_at = self._events
+        if self._collected_at != self.window and self.optimizers.untrained():
+            self._collected_at = self.window
             gc.collect()
         return digests(self.optimizers.untrained())
 
-    def _watch_gradients(self) -> None:
-        from samestep.verification.recording.own_gradients import OwnGradients
-
-        self._own = self._own or OwnGradients(lambda: self._sampled)
-        for optimizer in self.optimizers.all:
-            self._own.watch(self.optimizers.parameters(optimizer).values())
-
     def _keep_own(self, parameters: dict[str, Any]) -> int | None:
         """What this rank's backward passes have brought of the gradients with which an optimizer is about to step."""
-        own = None if self._own is None else self._own.of(parameters, self._scale())
-        return None if own is None else self.journal.keep(lambda path: save_unreported(own, path))
+        own = None if self._own is None else self._own.of(parameters, self.loss_scale)
+        return None if own is None else self.journal.keep(own)
 
     def _note_window(self) -> None:
         if self._sampled:
-            self._watch_gradients()
+            from samestep.verification.recording.own_gradients import OwnGradients
+
+            self._own = self._own or OwnGradients(lambda: self._sampled)
+            for optimizer in self.optimizers.all:
+                self._own.watch(self.optimizers.parameters(optimizer).values())
         kept = self._keep(self.optimizers.values) if self._sampled else None
         others = digests(self.optimizers.foreign_buffers()) if self._sampled else {}
-        buffers = (
-            self.journal.keep(lambda path: save_unreported(self._moving(), path))
-            if self._sampled and self.rank
-            else None
-        )
+        buffers = self.journal.keep(self._moving()) if self._sampled and self.rank else None
         self.journal.write(
             "window", number=self.window, sampled=self._sampled, kept=kept, buffers=buffers, others=others
         )
@@ -341,9 +313,7 @@ class Recorder(Witness):
 
     def on_wrap(self, kind: str, model: Any, where: str, ranks: list[int] | None = None) -> None:
         """Writes down the order in which a model's parameters are registered, which DistributedDataParallel trusts."""
-        from samestep.instrument.training import watch_bare_forward
         from samestep.verification.recording.flat import why_unknown
-        from samestep.verification.recording.naming import bare, made_at, named
 
         if kind == "DistributedDataParallel":
             watch_bare_forward(self, model)
@@ -366,7 +336,6 @@ class Recorder(Witness):
         )
 
     def on_comm_hook(self, name: str, where: str) -> bool:
-        """Writes down how gradients are reduced, where it is not by a plain sum."""
         self.journal.write("hook", name=name, where=where)
         return False
 
@@ -374,9 +343,7 @@ class Recorder(Witness):
         """Counts the backward passes of a window."""
         if root is not None:
             self.begin_backward(root)
-        from samestep.verification.recording.leaves import unit_of
-        from samestep.verification.recording.losses import terms_of
-        from samestep.verification.recording.passes import scale_of
+        from samestep.verification.recording.graph import scale_of, terms_of, unit_of
 
         self.evaluations.end()
         self.open_window()
@@ -388,9 +355,9 @@ class Recorder(Witness):
 
     def _note_replicas(self, where: str) -> None:
         """Where no step is seen, the parameters that a wrapper declares to be copies tell whether ranks stay alike."""
-        if self.optimizers.all or not self._replicas or self._replicas_told >= MOST_REPLICAS:
+        if self.optimizers.all or not self._replicas or self._replicas_reported >= MOST_REPLICAS:
             return
-        self._replicas_told += 1
+        self._replicas_reported += 1
         self.journal.write("replicas", where=where, parameters=digests(self.replicated()))
         if self.sources is not None:
             self.sources.begin_step()
@@ -398,8 +365,6 @@ class Recorder(Witness):
 
     def replicated(self) -> dict[str, Any]:
         """Returns the parameters, by name, of models in DistributedDataParallel that it does not ignore."""
-        from samestep.verification.recording.naming import bare
-
         models = [one for known in self._replicas if (one := known()) is not None]
         return {
             bare(name): parameter
@@ -411,12 +376,11 @@ class Recorder(Witness):
     def after_backward(self) -> None:
         """Writes down how large one gradient is by now: whether somebody divides it before the step."""
         self.journal.write("accumulated", window=self.window, norm=self.optimizers.probe())
-        self.compressing.settle(self._events)
+        self.compressing.settle(self.window)
         self.end_backward()
         self.trace("gradients")
 
     def before_step(self, optimizer: Any) -> None:
-        """Writes down the gradients that it will use."""
         import torch
 
         if self.is_preparing or torch.compiler.is_compiling() or self.leaves_out(optimizer):
@@ -434,77 +398,68 @@ class Recorder(Witness):
         if self._loaded is not None:
             if by_hand and is_late:
                 self._loaded_buffers = {}  # a forward has changed them
-            states = [one for one in self.optimizers.states() if one["number"] == optimizer.samestep_number]
-            self.journal.write(
-                "resumed",
-                path=self._loaded,
-                event=self._events,
-                optimizers=states,
-                buffers=self._loaded_buffers,
-                averaged=self._loaded_averaged,
-            )
-            self._loaded = None
+            self._note_resumed(optimizer)
         kept = self._keep(lambda: held(gradients), by_all=by_hand) if self._sampled else None
+        unheld = self.optimizers.unheld() if self.window <= 1 else []
         self.journal.write(
             "step",
             by_hand=by_hand,
             in_group=torch.distributed.is_available() and torch.distributed.is_initialized(),
-            event=self._events,
+            event=self.window,
             optimizer=optimizer.samestep_number,
             window=self.window,
             micro=self.micro,
             where=call_site(_frame()),
-            rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            rates=rates_of(optimizer),
             settings=[settings_of(group) for group in optimizer.param_groups],
             gradients=digests(gradients),
             parameters=digests(parameters | self.optimizers.beside(optimizer)),
             probe=self.optimizers.probe(),
-            orphans=self.optimizers.orphans() if self.window <= 1 else [],
-            left_out=self.optimizers.left_out() if self.window <= 1 else [],
+            orphans=[name for name, _ in unheld],
+            left_out=[name for name, is_trained in unheld if is_trained],
             empty_groups=sum(not group["params"] for group in optimizer.param_groups),
             kept=kept,
             own=self._keep_own(parameters) if self._sampled else None,
             unit=self._unit,
         )
         if self._sampled:
-            self.compressing.tell(optimizer, self._events, self._scale())
+            self.compressing.tell(optimizer, self.window, self.loss_scale)
 
-    def _scale(self) -> float:
-        """By what a scaler has multiplied the loss of this window."""
-        return float(self._scaled.get_scale()) if self._scaled is not None and self._scaled.is_enabled() else 1.0
+    def _note_resumed(self, optimizer: Any) -> None:
+        self.journal.write(
+            "resumed",
+            path=self._loaded,
+            event=self.window,
+            optimizers=[one for one in self.optimizers.states() if one["number"] == optimizer.samestep_number],
+            buffers=self._loaded_buffers,
+            averaged=self._loaded_averaged,
+        )
+        self._loaded = None
 
     def _keep(self, value: Callable[[], Any], *, by_all: bool = False) -> int | None:
         """Of replicas the first rank's values are enough; of what is cut, or if so ordered, all keep theirs."""
         if self.rank and self.optimizers.are_replicas and not by_all and not self.order.get("everywhere"):
             return None
-        return self.journal.keep(lambda path: save_unreported(value(), path))
+        return self.journal.keep(value())
 
     def after_step(self, optimizer: Any) -> None:
-        """Writes down what has become of the parameters, and ends the rank when that was enough."""
         import torch
 
-        if self.is_preparing or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self.ends_step(optimizer):
             return
-        if self.leaves_out(optimizer):
-            self.forget_backward()
-            return
-        self.end_trace()
-        if self.path is not None:
-            self.path.close(self.window)
         if self.sources is not None:
             self.sources.end_step()
         optimizer.samestep_steps += 1
         after = digests(self.optimizers.parameters(optimizer))
-        self.journal.write("stepped", event=self._events, optimizer=optimizer.samestep_number, parameters=after)
+        self.journal.write("stepped", event=self.window, optimizer=optimizer.samestep_number, parameters=after)
         if self._sampled:
             kept, evaluations = self._keep(lambda: self.optimizers.updated(optimizer)), optimizer.samestep_evaluations
             carried = self.optimizers.state_digests(optimizer)
-            self.journal.write("updated", event=self._events, kept=kept, evaluations=evaluations, carried=carried)
-        self._events += 1
+            self.journal.write("updated", event=self.window, kept=kept, evaluations=evaluations, carried=carried)
         self.window += 1
         self.trace_samples()
         self._last_micro = self.micro or 1
-        self.is_open, self._sampled, self.micro, self._scaled = False, False, 0, None
+        self.is_open, self._sampled, self.micro, self.scaler = False, False, 0, None
         self._has_trained, self._loaded_at, self._unit = False, None, 0.0
         self._tell_averaged()
         self.watch_uses()
@@ -514,14 +469,14 @@ class Recorder(Witness):
         begun = self._limit.reached
         is_over = self._limit.stepped(self.optimizers.taken(optimizer, begun))
         if self._limit.reached and not begun:
-            self.journal.write("enough", event=self._events)
+            self.journal.write("enough", event=self.window)
         if is_over:
             for name in self._limit.fed:
                 self._tell_rest(name)
             raise StopRecording(0)
         if self.rank == 0 and self.order.get("killed_at") == optimizer.samestep_steps:
             kill_once_saved(Path(self.order["saves"]), self.journal)
-        if self.rank == 0 and self.order.get("killed_behind") == self._events:
+        if self.rank == 0 and self.order.get("killed_behind") == self.window:
             kill(self.journal)
 
     @classmethod
@@ -531,7 +486,6 @@ class Recorder(Witness):
 
     def on_spawn(self, start: Any, arguments: Any, processes: int) -> bool:
         """Stops there, where another process starts all ranks, too."""
-        del start, arguments, processes
         if self.rank > 0:
             raise StopRecording(0)
         return False
@@ -539,7 +493,6 @@ class Recorder(Witness):
     # --- the rest ----------------------------------------------------------------------------
 
     def before_collective(self, call: CollectiveCall) -> None:
-        """Writes down a collective before it is entered."""
         if self._by_hand is not None:
             self._by_hand.wrote(call.filled)
         about: dict[str, Any] = {}
@@ -551,13 +504,10 @@ class Recorder(Witness):
 
     def on_worker(self, key: str, worker: int, states: dict[str, bytes], used: list[str]) -> None:
         """Writes down the generators of a DataLoader's worker; called there."""
-        from samestep.runtime.digest import digest_of_bytes
-
-        told = {name: digest_of_bytes(state) for name, state in states.items()}
-        self.on_event("worker", key=key, worker=worker, states=told, used=used)
+        reported = {name: digest_of_bytes(state) for name, state in states.items()}
+        self.on_event("worker", key=key, worker=worker, states=reported, used=used)
 
     def on_event(self, kind: str, **fields: Any) -> None:
-        """Writes down everything else."""
         self.settle()
         if kind == "mode":
             self.note_mode(training=fields["training"])
@@ -576,8 +526,8 @@ class Recorder(Witness):
         if kind == "weights":
             self._loaded_at = fields["where"]
         if kind == "scaled":
-            self._scaled = fields["scaler"]
-            if self._scaled.is_enabled():
+            self.scaler = fields["scaler"]
+            if self.scaler.is_enabled():
                 self.journal.write(kind, window=self.window)
             return
         if kind == "clipping":
@@ -595,11 +545,11 @@ class Recorder(Witness):
             if kind == "save":
                 with contextlib.suppress(Exception):  # a state that is not there yet is none of the script's business
                     averaged = self._averages()
-                    told = {"optimizers": self.optimizers.states(), "averaged": averaged}
-                    fields["state"] = self.optimizers.digests() | told
+                    reported = {"optimizers": self.optimizers.states(), "averaged": averaged}
+                    fields["state"] = self.optimizers.digests() | reported
             else:
                 self._loaded = fields["path"]
-        self.journal.write(kind, window=self.window, event=self._events, **fields)
+        self.journal.write(kind, window=self.window, event=self.window, **fields)
 
     def on_dropout(self, values: Any) -> None:
         """Writes down, once a window, from which state a mask would have been drawn.
@@ -608,7 +558,6 @@ class Recorder(Witness):
         """
         import torch
 
-        from samestep.runtime.digest import digest
         from samestep.verification.recording.parts import is_cut, local
 
         is_first = self._dropped_in != self.window
@@ -626,7 +575,6 @@ class Recorder(Witness):
             self.journal.write("mask", window=self.window, number=self._masks, of=of, state=state, where=where)
 
     def on_random(self, name: str, where: str, value: Any) -> Any:
-        """Writes down what the script draws while it trains."""
         if self.sources is not None:
             self.sources.drew()
         if self.is_loading and name in ORDERING:
@@ -644,7 +592,7 @@ class Recorder(Witness):
 
     def _note_scaled_clipping(self, where: str, most: float) -> None:
         """Clipping sees gradients that a scaler has made larger, unless they were unscaled before."""
-        scaler = self._scaled
+        scaler = self.scaler
         if scaler is None or not scaler.is_enabled():
             return
         stages = [state["stage"].name for state in scaler._per_optimizer_states.values()]  # noqa: SLF001
@@ -670,20 +618,14 @@ def local_norms_in(modules: Iterable[Any]) -> int:
 
 
 def _digests_in(value: Any) -> dict[str, str]:
-    from samestep.runtime.digest import digest
-    from samestep.verification.recording.passes import tensors_in
-
-    return {name: digest(tensor) for name, tensor in tensors_in(value)}
+    return {name: digest(tensor) for name, tensor in named_tensors(value)}
 
 
 def _plain_in(value: Any) -> dict[str, tuple[str, list[int]]]:
     """Name -> digest and shape of the tensors that torch.distributed.checkpoint takes for alike on all ranks."""
     import torch
 
-    from samestep.runtime.digest import digest
-    from samestep.verification.recording.passes import tensors_in
-
-    plain = {name: one for name, one in tensors_in(value) if type(one) in {torch.Tensor, torch.nn.Parameter}}
+    plain = {name: one for name, one in named_tensors(value) if type(one) in {torch.Tensor, torch.nn.Parameter}}
     return {name: (digest(one), list(one.shape)) for name, one in plain.items()}
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from samestep.instrument.patch import is_own
 from samestep.verification.journal import TraceWriter
 
-__all__: list[str] = []
-
+_MAX_LOOKS = 1000  # looks for a checkpoint: 20 s
 _LOADS = ("load_state_dict(", "torch.load(", "load_checkpoint(")
 
 
@@ -19,6 +19,14 @@ def kill(journal: TraceWriter) -> None:
     """Kills this process, as kill -9 does."""
     journal.write("killed")
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_once_saved(saves: Path, journal: TraceWriter) -> None:
+    """Kills this process, as kill -9 does, when a checkpoint is there; waits a while for one that is being saved."""
+    for _ in range(_MAX_LOOKS):
+        if any(saves.glob("*/step-*")):
+            kill(journal)
+        time.sleep(0.02)
 
 
 def may_load() -> bool:

@@ -10,9 +10,7 @@ import xxhash
 from torch import Tensor
 
 from samestep.runtime.digest import bytes_of
-from samestep.verification.recording.containers import named_parts, rebuilt
-
-__all__: list[str] = []
+from samestep.verification.recording.containers import named_parts
 
 
 def leaves(value: Any) -> list[Any]:
@@ -51,9 +49,7 @@ def is_unstacked(value: Any, samples: int) -> bool:
 def count(value: Any, samples: int = 0) -> int:
     """Returns how many samples a batch has: the most frequent first dim of its tensors, 0 where it has none.
 
-    Args:
-        value: the batch.
-        samples: the number that was requested; 0 if unknown. It is the size of a batch that is not stacked.
+    Of a batch that is not stacked it is the number of samples that was requested, 0 if unknown.
     """
     if is_unstacked(value, samples):
         return samples
@@ -83,13 +79,13 @@ def row_digests(value: Any, samples: int = 0, *, loaded: bool = False) -> list[s
     if not size or not tensors or (loaded and len(tensors) < len(rowed(value))):
         return []
     rows = [bytes_of(tensor.cpu()).view(size, -1).numpy() for tensor in tensors]
-    told = []
+    digests = []
     for index in range(size):
         digest = xxhash.xxh3_64()
         for row in rows:
             digest.update(row[index].data)
-        told.append(digest.hexdigest())
-    return told
+        digests.append(digest.hexdigest())
+    return digests
 
 
 def _of(value: Any, samples: int, index: int) -> Iterator[Tensor]:
@@ -108,12 +104,3 @@ def _digest(tensors: Iterable[Tensor]) -> str:
     for tensor in tensors:
         digest.update(bytes_of(tensor.cpu()).numpy().data)
     return digest.hexdigest()
-
-
-def held(value: Any) -> Any:
-    """Returns a batch that nobody changes any more, on the host."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
-    if (parts := named_parts(value)) is not None:
-        return rebuilt(value, {name: held(one) for name, one in parts.items()})
-    return type(value)(map(held, value)) if isinstance(value, list | tuple) else value

@@ -1,9 +1,5 @@
 """Where ranks may begin to differ, unseen: lines that draw random numbers, hash texts, or write to parameters.
 
-    train.py:94  random.choice      on rank 0 alone: from here on its generator is ahead of the others'
-    train.py:36  hash("the cat")    another number in each process, unless PYTHONHASHSEED is set
-    train.py:26  weight.copy_(…)    behind the wrapper's broadcast, from a rank's own samples
-
 Kept only in a run that looks for the line of a difference, from the first model or optimizer on; draws from the start.
 """
 
@@ -19,12 +15,10 @@ from typing import Any
 import torch
 
 from samestep.instrument.patch import call_site, is_own, is_traced, patch
-from samestep.instrument.script_io import save_unreported
 from samestep.verification.journal import TraceWriter
-from samestep.verification.recording.leaves import tensors_of
-from samestep.verification.recording.modes import LooseMode
-
-__all__: list[str] = []
+from samestep.verification.recording.by_hand import is_write
+from samestep.verification.recording.containers import tensors_of
+from samestep.verification.recording.modes import LooseMode, storage_of
 
 _MOST = 1 << 16  # draws, and lines of texts that are hashed
 _MOST_WRITES = 8  # to one parameter: the last ones
@@ -33,13 +27,7 @@ _OF_GENERATORS = (*_SILENT, "sample", "choice", "randint", "randrange", "uniform
 
 
 class SourceTrace(LooseMode):
-    """Keeps them in memory, and writes them down when the script ends.
-
-    Args:
-        journal: to write to.
-        parameters: returns the parameters of all optimizers, by name.
-        window: returns the number of the window at hand.
-    """
+    """Keeps them in memory, and writes them down when the script ends; `parameters` returns all that are trained."""
 
     def __init__(
         self, journal: TraceWriter, parameters: Callable[[], dict[str, Any]], window: Callable[[], int]
@@ -60,7 +48,6 @@ class SourceTrace(LooseMode):
         patch(builtins, "hash")(self._hash)
 
     def drew(self) -> None:
-        """The script has drawn random numbers."""
         if len(self._draws) < _MOST:
             self._draws.append((self._window(), tuple(_own_lines(sys._getframe(1)))))  # noqa: SLF001
 
@@ -79,24 +66,20 @@ class SourceTrace(LooseMode):
         return original(value)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls, and keeps where it writes to what may be a parameter."""
-        from samestep.verification.recording.by_hand import is_write
-
         name = getattr(func, "__name__", "")
         if not self._is_stepping and is_write(func, name) and not is_traced():
             for one in tensors_of(args[0] if args else None):
                 if (one.layout == torch.strided and not one.requires_grad) or one.is_leaf:
-                    known = self._writes.setdefault(_storage(one), [])
+                    known = self._writes.setdefault(storage_of(one), [])
                     known.append((self._window(), call_site(sys._getframe(1))))  # noqa: SLF001
                     del known[:-_MOST_WRITES]
         return func(*args, **(kwargs or {}))
 
     def end(self) -> None:
-        """Writes everything down."""
         self.leave()
         writes = {name: self._writes[place] for place, name in self._names.items() if place in self._writes}
-        told = {"draws": self._draws, "hashes": list(self._hashes), "writes": writes}
-        self._journal.write("sources", kept=self._journal.keep(lambda path: save_unreported(told, path)))
+        found = {"draws": self._draws, "hashes": list(self._hashes), "writes": writes}
+        self._journal.write("sources", kept=self._journal.keep(found))
 
     def begin_step(self) -> None:
         """An optimizer steps: what it writes is no difference; the script may let its parameters go before the end."""
@@ -104,16 +87,10 @@ class SourceTrace(LooseMode):
         for name, one in self._parameters().items():
             data = getattr(one, "data", one)
             if isinstance(data, torch.Tensor) and data.layout == torch.strided:
-                self._names[_storage(data)] = name
+                self._names[storage_of(data)] = name
 
     def end_step(self) -> None:
-        """It has stepped."""
         self._is_stepping = False
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Where the numbers of a tensor lie; of a DTensor those of this rank."""
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
 
 
 def _is_a_wrapper(frame: FrameType) -> bool:

@@ -1,7 +1,4 @@
-"""The one rank of a script that starts its ranks by itself: what it is started with says that there are several.
-
-    mp.spawn(train, args=(world_size, epochs), nprocs=world_size)      train(0, 1, epochs)
-    mp.Process(target=train, args=(rank, world_size)).start()          train(rank, 1)
+"""Runs the one rank of a script that starts its ranks by itself, with arguments that say there is one.
 
 The number of ranks is the argument that the script's file passes to `init_process_group(world_size=…)`, by its name: a
 number of epochs may be as large. An attribute of an argument, `args.world_size`, is set in a copy of it.
@@ -16,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-__all__: list[str] = []
 
 
 def target_of(process: Any) -> str:
@@ -35,13 +30,7 @@ def run_as_one_rank(process: Any, size: int) -> None:
 
 
 def for_one_rank(function: Any, arguments: tuple[Any, ...], size: int) -> tuple[Any, ...]:
-    """Returns the arguments of one of `size` ranks for a world of one.
-
-    Args:
-        function: what each rank runs.
-        arguments: its positional arguments.
-        size: how many ranks the script starts.
-    """
+    """Returns the positional arguments of a function that each of `size` ranks runs, for a world of one."""
     try:
         names = list(inspect.signature(function).parameters)
         source = Path(inspect.getsourcefile(function) or "").read_text(encoding="utf-8")

@@ -1,8 +1,6 @@
-"""Evaluations of models that are no modules: tensors with which the script computes by its own functions.
+"""Finds evaluations of models that are no modules: functions of the script that compute with parameters it trains.
 
-with torch.no_grad():
-    guess = (x @ w1 + b1).relu() @ w2      a product with a parameter, without gradients: a forward
-    average.lerp_(w1, 0.1)                 none: nothing goes through the model
+A product with a parameter, without gradients, is a forward; an average of parameters is none.
 """
 
 from __future__ import annotations
@@ -15,10 +13,8 @@ import torch
 from torch import Tensor
 
 from samestep.instrument.patch import is_own, is_traced
-from samestep.verification.recording.leaves import tensors_of
-from samestep.verification.recording.modes import LooseMode
-
-__all__: list[str] = []
+from samestep.verification.recording.containers import tensors_of
+from samestep.verification.recording.modes import LooseMode, is_plain
 
 # What takes data into a model: products, convolutions, and rows of a table.
 _FORWARDS = {
@@ -49,7 +45,6 @@ class ParameterUses(LooseMode):
         self._is_busy = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Looks at what a call is given, before it is made."""
         kwargs = kwargs or {}
         is_looked_at = not (torch.is_grad_enabled() or self._is_busy) and not is_traced()
         if is_looked_at and getattr(func, "__name__", "") in _FORWARDS:
@@ -61,8 +56,8 @@ class ParameterUses(LooseMode):
         return func(*args, **kwargs)
 
     def _look(self, given: list[Any]) -> None:
-        known = {one.data_ptr() for one in self._parameters() if _is_plain(one)}
-        tensors = list(filter(_is_plain, tensors_of(given)))
+        known = {one.data_ptr() for one in self._parameters() if is_plain(one)}
+        tensors = list(filter(is_plain, tensors_of(given)))
         data = tuple(one for one in tensors if one.data_ptr() not in known)
         if data and len(data) < len(tensors) and not self._is_of_step():
             self._used(data)
@@ -76,7 +71,3 @@ class ParameterUses(LooseMode):
         while frame is not None and not is_own(frame.f_code.co_filename):
             frame = frame.f_back
         return frame is None or (frame.f_code is writes[0] and frame.f_lineno <= writes[1])
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in {Tensor, torch.nn.Parameter} and tensor.layout == torch.strided

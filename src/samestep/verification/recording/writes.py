@@ -1,10 +1,7 @@
 """Notes files before the script writes them, so that they can be restored.
 
-Python raises an audit event before it opens, moves or removes a file; torch.save, which opens its file in C++, is asked
-by :mod:`samestep.instrument.script_io`. Others that write from native code, safetensors say, are seen only
-where an overlay keeps them apart.
-
-The ranks of a run share one folder of notes: the first that touches a path decides whether it was there before.
+Python raises an audit event before it opens, moves or removes a file; torch.save, which opens its own, is patched.
+Others that write from native code (safetensors) are seen only where an overlay keeps them apart.
 """
 
 from __future__ import annotations
@@ -51,7 +48,6 @@ class Writes:
         return writes
 
     def hear(self, event: str, args: tuple[Any, ...]) -> None:
-        """An audit hook."""
         if event == "open":
             path, _, flags = args
             if flags & _WRITES and isinstance(path, str | bytes):

@@ -12,9 +12,6 @@ from torch import Tensor
 from samestep.verification.recording.containers import named_parts, rebuilt
 from samestep.verification.recording.rows import has_items, is_unstacked, rowed
 
-__all__: list[str] = []
-
-
 _JOINED = (Tensor, np.ndarray, list, tuple, Mapping)  # of several parts each: what is anything else is one sample's
 
 
@@ -68,10 +65,10 @@ def _joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
             raise UnjoinableError("arrays whose shapes differ beyond the first dim")
         return np.concatenate(parts)
     if (named := named_parts(first)) is not None:
-        told = [named_parts(part) or {} for part in parts]
-        if any(one.keys() != named.keys() for one in told):
+        named_each = [named_parts(part) or {} for part in parts]
+        if any(one.keys() != named.keys() for one in named_each):
             raise UnjoinableError("dictionaries with different keys")
-        return rebuilt(first, {name: _joined([one[name] for one in told], sizes) for name in named})
+        return rebuilt(first, {name: _joined([one[name] for one in named_each], sizes) for name in named})
     if isinstance(first, list | tuple):
         return _joined_lists(parts, sizes)
     if _are_equal(parts):

@@ -6,33 +6,27 @@ That is a difference which the script declares by using it; compared is what it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from samestep.instrument.patch import patch
 
-__all__: list[str] = []
 
-
-class Parts(Protocol):
-    """Who knows how many samples of the batch at hand come from each rank."""
-
-    sizes: list[int]
-
-
-def slice_norms(module: ModuleType, parts: Parts) -> None:
-    """Changes torch's BatchNorm, and no class derived from it elsewhere."""
+def slice_norms(module: ModuleType, sizes: Callable[[], list[int]]) -> None:
+    """Changes torch's BatchNorm, and no class derived from it; `sizes` returns each rank's samples in the batch."""
 
     @patch(module._BatchNorm, "forward", compiled=True)  # noqa: SLF001
     def forward(original: Any, self: Any, value: Any) -> Any:
-        total = sum(parts.sizes)
+        parts = sizes()
+        total = sum(parts)
         own = type(self).__module__.startswith("torch.nn.modules.batchnorm")
-        if not (self.training and own and len(parts.sizes) > 1 and total and value.shape[0] % total == 0):
+        if not (self.training and own and len(parts) > 1 and total and value.shape[0] % total == 0):
             return original(self, value)
         import torch
 
         each = value.shape[0] // total
-        slices = value.split([size * each for size in parts.sizes])
+        slices = value.split([size * each for size in parts])
         first = original(self, slices[0])  # rank 0's statistics are those that DistributedDataParallel keeps
         return torch.cat([first, *(_without_statistics(self, one) for one in slices[1:])])
 

@@ -1,13 +1,6 @@
 """Steps of the script alone that start from what the ranks had: gradients, rates, settings and optimizer state.
 
-    ranks    p, s, g, rate ──► optimizer ──► p', s'      alone    the same p, s, g, rate ──► optimizer ──► p'', s''
-
-So p' and p'' differ only by what the optimizer does, not by rounding in gradients, which Adam's first steps enlarge.
-What the script's own code steps with is not known where it averages, or divides, only then: there g is the mean of what
-the ranks had, or its N-fold or N-th part, where that is the gradient of one process but for rounding.
-
-The rates of all steps are the ranks', since a rate that is scaled by their number is judged by itself, and so are the
-numbers that a schedule may change too: weight decay, momentum.
+So the updates differ only by what the optimizer does, not by rounding in gradients, which Adam's first steps enlarge.
 """
 
 from __future__ import annotations
@@ -18,8 +11,6 @@ from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.states import averaged_behind
 from samestep.verification.recording.optimizers import Optimizers, named_parameters, own_states, uncut
-
-__all__: list[str] = []
 
 
 class UpdateReplay:
@@ -47,7 +38,11 @@ class UpdateReplay:
                 optimizer.state[parameter] = dict(states[name])
 
     def before(self, optimizer: Any, parameters: dict[str, Any], step: Event) -> None:
-        """Sets the rates of a step, and its gradients where the ranks' are kept and one evaluation makes them."""
+        """Sets the rates of a step, and its gradients where the ranks' are kept and one evaluation makes them.
+
+        Rates and settings (weight decay, momentum) are always the ranks': one that is scaled by their number is judged
+        by itself.
+        """
         groups = [group for group in optimizer.param_groups if "lr" in group]
         for group, rate in zip(groups, step["rates"], strict=False):
             if not hasattr(group["lr"], "shape"):

@@ -1,8 +1,5 @@
 """The observer that lets a script, alone, take the recorded steps: its own code, the ranks' data, their parameters.
 
-    recorded    rank 0   batch a, batch b │ step │ …         alone     batch a+c, batch b+d │ step │ …
-                rank 1   batch c, batch d │ step │ …                   └ recorded parameters   └ its gradients are kept
-
 Every sampled window begins with the recorded parameters, so each is one clean comparison and no error grows. Passes
 that no step was taken in (evaluations) run as the script has them.
 """
@@ -19,37 +16,39 @@ from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 from samestep.instrument.callbacks import LoaderPass, PassIterator
+from samestep.instrument.dataloader import samplers_of
 from samestep.instrument.patch import call_site, on_import
-from samestep.instrument.script_io import save_unreported
 from samestep.launch.rank.observers import RankContext
 from samestep.rankenv import variable
+from samestep.runtime.digest import digest
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.judging.samples import cut_after_loading, passes
-from samestep.verification.recording.optimizers import digests, state_of, uncut
+from samestep.verification.recording.chance import are_whole, as_tensor, joined_draws
+from samestep.verification.recording.naming import trained_of
+from samestep.verification.recording.optimizers import digests, rates_of, state_of, uncut
+from samestep.verification.recording.script_observer import ScriptObserver, StopRecording
 from samestep.verification.recording.spawning import for_one_rank, run_as_one_rank, target_of
-from samestep.verification.recording.witness import StopRecording, Witness
-from samestep.verification.reference.brought import Brought
+from samestep.verification.reference.gradient_snapshot import GradientSnapshot
+from samestep.verification.reference.norms import slice_norms
 from samestep.verification.reference.updates import UpdateReplay
-
-__all__: list[str] = []
 
 _FURTHER = 20  # steps that a script alone takes beyond those after which a rank has failed
 
 
-class Alone(Witness):
+class Replay(ScriptObserver):
     """Replays what SAMESTEP_VERIFY names: {"folder", "recorded", "ranks": [0, 1], …}."""
 
-    def begin(self, seat: RankContext) -> None:
+    def begin(self, context: RankContext) -> None:
         """Prepares the recorded windows; torch is not imported yet."""
         order = json.loads(variable("SAMESTEP_VERIFY") or "{}")
         self.record: Record = read(Path(order["recorded"]))
-        self.attend(order, Path(order["folder"]), seat, lambda: None if self._replayed else self.window)
+        self.open_trace(order, Path(order["folder"]), context, lambda: None if self._replayed else self.window)
         self._ranks: list[int] = order["ranks"]
         self._permuted: bool = order.get("permuted", False)
         self._merged: set[int] = set(order.get("merged", []))  # windows whose micro-batches are all given at once
         self._only: list[int] | None = order.get("only")  # at this window, the samples of this rank
-        self._apart: dict[int, int] = dict(order.get("apart", []))  # window -> the optimizer whose gradients add up
+        self._separate: dict[int, int] = dict(order.get("apart", []))  # window -> the optimizer whose gradients add up
         self._turns: int = order.get("turns", 1)  # steps of this process for one of the ranks'
         self._event = 0
         self._put: int | None = None  # the window that began with recorded values last
@@ -71,7 +70,7 @@ class Alone(Witness):
         self._drawn = self._recorded_draws()
         self._sequences = self._recorded_sequences() if order.get("one_by_one") else {}
         self._drawn_here: Counter[tuple[str, bool]] = Counter()  # by line, with gradients or without
-        self._brought = Brought(first, always=order.get("brought", False))
+        self._snapshot = GradientSnapshot(first, always=order.get("unclipped", False))
         self._updates = UpdateReplay(self.record, self.optimizers)
         self.sizes: list[int] = []  # of the parts of the batch that is trained on
         self._loaded: list[list[int]] = []  # those of every batch of the pass
@@ -79,10 +78,10 @@ class Alone(Witness):
         self._is_over = False  # a pass has yielded all it has, and its last batch may still be trained on
         self._spawned = False
         self._target = next((event["target"] for event in first.of("begin") if event.get("spawned")), None)
-        self.begin_watching()
+        self.install_patches()
         if self.record.is_by_hand:
             on_import("torch.nn.modules.module", self._watch_models)
-        self._slice_norms()
+        on_import("torch.nn.modules.batchnorm", lambda module: slice_norms(module, lambda: self.sizes))
 
     def _training_passes(self) -> dict[tuple[str, int], list[list[Event]]]:
         """Key and number of a pass -> the chosen ranks' batches."""
@@ -118,7 +117,6 @@ class Alone(Witness):
 
     def on_length(self, loader: Any, key: str, own: int) -> int:
         """Says what it said on the ranks: schedules and progress depend on it. Or what it is here, if so ordered."""
-        del loader
         if self.order.get("own_lengths"):
             return own
         recorded = self._lengths.get(key)
@@ -128,12 +126,11 @@ class Alone(Witness):
     def on_pass(self, epoch: LoaderPass, own: PassIterator) -> Iterator[Any]:
         """Yields what the ranks have used together, where they have trained on it."""
         from samestep.data.iterable import dataset_length
-        from samestep.instrument.dataloader import samplers_of
 
         self.evaluations.begin_pass(epoch.key, epoch.number)
         parts = self._replayed.get((epoch.key, epoch.number))
         if parts is None:
-            yield from self._natively(epoch, own)
+            yield from self._own_batches(epoch, own)
             return
         self.evaluations.end()
         sampler = samplers_of(epoch.loader)[0]
@@ -148,7 +145,7 @@ class Alone(Witness):
             }
             self._is_over = False
             first = next(iter(events.values()))
-            self._keep_pace(first["loaded"] if "loaded" in first else first["window"])
+            self._resync_window(first["loaded"] if "loaded" in first else first["window"])
             self.open_window()
             if self._batch_after_batch:
                 for rank, event in events.items():
@@ -187,7 +184,7 @@ class Alone(Witness):
         pairs = zip(self._ranks, parts, strict=True)
         return [(rank, event) for rank, theirs in pairs for event in theirs if event["window"] == window]
 
-    def _keep_pace(self, window: int) -> None:
+    def _resync_window(self, window: int) -> None:
         """Counts on from the recorded window, where the script alone has taken a step more or less than the ranks."""
         if window != self.window:
             is_placed = not self._event or self._put == min(window, self.window)
@@ -196,7 +193,7 @@ class Alone(Witness):
             self._event = next((step["event"] for step in self._steps if step["window"] >= window), len(self._steps))
             self.is_open = False
 
-    def _natively(self, epoch: LoaderPass, own: PassIterator) -> Iterator[Any]:
+    def _own_batches(self, epoch: LoaderPass, own: PassIterator) -> Iterator[Any]:
         """What no step is taken in, the script loads as it has it."""
         import torch
 
@@ -278,14 +275,14 @@ class Alone(Witness):
             self.journal.write("own_digests", parameters=self.optimizers.digests()["parameters"])
         if not self.window and self.record.is_cut:
             own = {name: one for each in self.optimizers.all for name, one in self.optimizers.parameters(each).items()}
-            kept = self.journal.keep(lambda path: save_unreported(self._locals(own), path))
+            kept = self.journal.keep(self._locals(own))
             self.journal.write("own_start", kept=kept)
         if (state := self.record.state(self.window // self._turns)) is not None:
             if self._turns == 1 and (evaluating or not torch.is_grad_enabled()):
                 self._note_swapped()
             if self._put == self.window - 1 and self._turns == 1:  # what that step has made, before it is put back
                 moved = {"buffers": self.optimizers.buffers(), "before": self._teachers, "teachers": self._moving()}
-                kept = self.journal.keep(lambda path: save_unreported(moved, path))
+                kept = self.journal.keep(moved)
                 self.journal.write("moved", window=self.window, kept=kept)
             self._put_back(state)
             self._put_teachers()
@@ -293,9 +290,9 @@ class Alone(Witness):
     def _note_swapped(self) -> None:
         """Keeps the parameters with which the script evaluates, where it has put others there than its steps make."""
         own = {name: one for each in self.optimizers.all for name, one in self.optimizers.parameters(each).items()}
-        told = digests(own)
-        if self._made and any(self._made.get(name, digest) != digest for name, digest in told.items()):
-            kept = self.journal.keep(lambda path: save_unreported(self._locals(own), path))
+        digested = digests(own)
+        if self._made and any(self._made.get(name, digest) != digest for name, digest in digested.items()):
+            kept = self.journal.keep(self._locals(own))
             where = call_site(sys._getframe(3))  # noqa: SLF001
             self.journal.write("swapped", window=self.window, kept=kept, where=where)
 
@@ -318,8 +315,6 @@ class Alone(Witness):
         self._placed = self.window
         state = self.record.state(self.window)
         theirs = {} if state is None else state["parameters"].get(step["optimizer"], {})
-        from samestep.verification.recording.naming import trained_of
-
         own = trained_of(module)
         if own.keys() == theirs.keys() and all(own[name].shape == theirs[name].shape for name in own):
             for name, one in own.items():
@@ -376,14 +371,12 @@ class Alone(Witness):
 
     def on_comm_hook(self, name: str, where: str) -> bool:
         """One process has nothing to send, so nothing is lost on the way."""
-        del name, where
         return True
 
     def before_backward(self, root: Any, where: str) -> None:
         """A window without a DataLoader begins here at the latest."""
-        from samestep.verification.recording.losses import terms_of
+        from samestep.verification.recording.graph import terms_of
 
-        del where
         if root is not None:
             self.begin_backward(root)
         self.evaluations.end()
@@ -396,8 +389,8 @@ class Alone(Witness):
         """Keeps what has added up so far, where that is asked for."""
         self._used += 1
         self._use_sizes()
-        self._brought.note(self._event, self.optimizers.all)
-        wanted = self._apart.get(self.window)
+        self._snapshot.note(self._event, self.optimizers.all, self.loss_scale)
+        wanted = self._separate.get(self.window)
         for optimizer in self.optimizers.all:
             if optimizer.samestep_number == wanted:
                 self.journal.write("micro", window=self.window, kept=self._keep_gradients(optimizer))
@@ -410,21 +403,19 @@ class Alone(Witness):
 
     def _keep_gradients(self, optimizer: Any) -> int | None:
         gradients = self._locals(self.optimizers.gradients(optimizer))
-        return self.journal.keep(lambda path: save_unreported(gradients, path))
+        return self.journal.keep(gradients)
 
     def before_step(self, optimizer: Any) -> None:
-        """Keeps the gradients where the ranks' are kept."""
         if self.is_preparing or self.leaves_out(optimizer):
             return
         number = getattr(optimizer, "samestep_number", 0)
         self._compares = self._begins_as_theirs(optimizer)
-        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        self.journal.write("rates", event=self._event, optimizer=number, rates=rates)
+        self.journal.write("rates", event=self._event, optimizer=number, rates=rates_of(optimizer))
         if self._is_compared():
             event, turn = divmod(self._event, self._turns)
             kept, used = self._keep_gradients(optimizer), None
-            if (brought := self._brought.of(self.optimizers.parameters(optimizer))) is not None:
-                kept, used = self.journal.keep(lambda path: save_unreported(brought, path)), kept
+            if (brought := self._snapshot.of(self.optimizers.parameters(optimizer))) is not None:
+                kept, used = self.journal.keep(brought), kept
             self.journal.write("step", event=event, turn=turn, optimizer=number, kept=kept, used=used)
         self.trace("step")
         if self._event < len(self._steps) and self._compares and self._turns == 1:
@@ -458,26 +449,21 @@ class Alone(Witness):
 
     def after_step(self, optimizer: Any) -> None:
         """Keeps the update where the ranks' is kept, counts, and ends where the recording has ended."""
-        if self.is_preparing:
+        if not self.ends_step(optimizer):
             return
-        if self.leaves_out(optimizer):
-            self.forget_backward()
-            return
-        self.end_trace()
-        if self.path is not None:
-            self.path.close(self.window)
         self._updates.after()
         if self._is_compared() and self._turns == 1:
             states = {name: self._locals(state) for name, state in state_of(self.optimizers).items()}
             made = {"parameters": self._locals(self.optimizers.parameters(optimizer)), "states": states}
-            kept = self.journal.keep(lambda path: save_unreported(made, path))
+            kept = self.journal.keep(made)
             self.journal.write("updated", event=self._event, kept=kept)
         self._made |= digests(self.optimizers.parameters(optimizer))
         self._event += 1
         self.window += 1
         self.is_open, self.micro = False, 0
         self.trace_samples()
-        self._brought.forget()
+        self.scaler = None
+        self._snapshot.forget()
         self.watch_uses()
         if self._last is not None and self._event >= self._last * self._turns:
             raise StopRecording(0)
@@ -497,7 +483,7 @@ class Alone(Witness):
         elif kind == "mode":
             self.note_mode(training=fields["training"])
         elif kind == "scaled":
-            self._brought.scaler = fields["scaler"]
+            self.scaler = fields["scaler"]
 
     # --- chance ------------------------------------------------------------------------------
 
@@ -511,10 +497,6 @@ class Alone(Witness):
         return found
 
     def on_random(self, name: str, where: str, value: Any) -> Any:
-        """Hands out what the ranks have drawn."""
-        from samestep.runtime.digest import digest
-        from samestep.verification.recording.chance import are_whole, as_tensor, joined
-
         if self.optimizers.all and not self.is_loading:
             self.evaluations.drew(value)
         if self.is_elsewhere:
@@ -536,27 +518,23 @@ class Alone(Witness):
         held = self._drawn.get(place, [])
         parts = [self.record.value(rank, number) for rank, number in held if number is not None]
         strided = self.order.get("strided", False)
-        whole = joined(name, value, parts, strided=strided) if len(parts) == len(self._ranks) else None
+        whole = joined_draws(name, value, parts, strided=strided) if len(parts) == len(self._ranks) else None
         if whole is None and self.optimizers.all:  # what is drawn before may begin the parameters, which are put back
             self.journal.write("chance", place=place, name=name)
         return value if whole is None else whole
 
     def _drawn_in_turn(self, name: str, place: str, value: Any) -> Any:
         """What one rank has drawn in a step, in that of this process which stands for the rank's."""
-        from samestep.verification.recording.chance import joined
-
         step, turn = divmod(self.window, self._turns)
         rank = self._ranks[turn]
         held = self._drawn.get(f"{step}|{place.partition('|')[2]}", [])
         parts = [self.record.value(rank, number) for one, number in held if one == rank and number is not None]
-        whole = joined(name, value, parts) if parts else None
+        whole = joined_draws(name, value, parts) if parts else None
         return value if whole is None else whole
 
     def _drawn_one_by_one(self, where: str, value: Any) -> Any:
         """What a rank has drawn for a micro-batch, where this process has those of one rank after the other's."""
         import torch
-
-        from samestep.verification.recording.chance import joined
 
         trains = torch.is_grad_enabled()
         held = self._sequences.get((where, trains))
@@ -574,7 +552,7 @@ class Alone(Witness):
             rank = self._ranks[micro // micro_batches]
             number = (step * micro_batches + micro % micro_batches) * draws + rest
         kept = held[rank][number] if number < len(held.get(rank, [])) else None
-        return None if kept is None else joined("", value, [self.record.value(rank, kept)])
+        return None if kept is None else joined_draws("", value, [self.record.value(rank, kept)])
 
     def _recorded_sequences(self) -> dict[tuple[str, bool], dict[int, list[int | None]]]:
         """Line of a draw, and whether with gradients -> rank -> what it has drawn there, in its order."""
@@ -586,13 +564,6 @@ class Alone(Witness):
                     theirs = found.setdefault((where, event["trains"]), {})
                     theirs.setdefault(rank.number, []).append(event["kept"])
         return found
-
-    # --- normalisation -----------------------------------------------------------------------
-
-    def _slice_norms(self) -> None:
-        from samestep.verification.reference.norms import slice_norms
-
-        on_import("torch.nn.modules.batchnorm", lambda module: slice_norms(module, self))
 
 
 def _last(record: Record) -> int | None:

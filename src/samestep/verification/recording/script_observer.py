@@ -1,4 +1,4 @@
-"""What an observer that records the ranks and one that runs the script alone have in common: the count of windows."""
+"""Base class of the observers that record the ranks and that replay the script alone: it counts windows."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from samestep.instrument.callbacks import Callbacks, LoadedBatch, subscribe
 from samestep.instrument.collective_call import CollectiveCall
 from samestep.instrument.patch import install, on_import, patch
 from samestep.launch.rank.observers import Observer, RankContext
+from samestep.runtime.digest import digest
 from samestep.verification.journal import TraceWriter
-from samestep.verification.recording import modules
+from samestep.verification.recording import naming
 from samestep.verification.recording.adjusting import adjusted, doubled
 from samestep.verification.recording.chance import Draws
+from samestep.verification.recording.containers import named_tensors
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.inputs import Inputs, mixes_samples
+from samestep.verification.recording.naming import of_optimizer
 from samestep.verification.recording.optimizers import Optimizers
 from samestep.verification.recording.spawning import target_of
 from samestep.verification.recording.writes import Writes
-
-__all__: list[str] = []
-
 
 _GROUPS = (
     *(training.optimizers, training.schedules, training.wrappers, training.synchronisation, training.modes),
@@ -57,16 +57,19 @@ class StopRecording(SystemExit):
     """Everything that was asked for has been seen; no `except Exception` shall catch it."""
 
 
-class Witness(Observer, Callbacks):
+class ScriptObserver(Observer, Callbacks):
     """Counts steps, and notes what evaluations bring, how the script ends, and when a dataset loads."""
 
-    def attend(self, order: dict[str, Any], folder: Path, seat: RankContext, unseen: Callable[[], int | None]) -> None:
-        """Opens the journal; `unseen` names the window whose inputs no DataLoader tells, if there is one."""
+    def open_trace(
+        self, order: dict[str, Any], folder: Path, context: RankContext, unseen: Callable[[], int | None]
+    ) -> None:
+        """Opens the journal; `unseen` returns the window whose inputs no DataLoader tells, if there is one."""
         self.order = order
+        self._wanted_traces: dict[str, Any] = order.get("trace") or {}
         self.writes = Writes.watch(order)
-        self.journal = TraceWriter(folder, seat.rank)
-        about = {"spawned": seat.spawned, "target": target_of(multiprocessing.current_process())}
-        self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), **about)
+        self.journal = TraceWriter(folder, context.rank)
+        about = {"spawned": context.spawned, "target": target_of(multiprocessing.current_process())}
+        self.journal.write("begin", rank=context.rank, size=context.size, pid=os.getpid(), **about)
         self.optimizers = Optimizers(self.journal)
         self.inputs = Inputs(self.journal, unseen, self.forwarding, self.uses_untrained)
         buffers = self.optimizers.buffers_in_use
@@ -80,6 +83,7 @@ class Witness(Observer, Callbacks):
         self._counted: Counter[str] = Counter()  # line -> sums of counts that were written there
         self.window = 0
         self.micro = 0  # backward passes of this window, so far
+        self.scaler: Any = None  # that has multiplied the loss of this window
         self.is_open = False  # something of this window has been seen
         self.is_loading = False
         self.is_preparing = False  # torch gives an optimizer a state to load into
@@ -90,7 +94,6 @@ class Witness(Observer, Callbacks):
         self._is_called = False  # a model was, with gradients
 
     def end(self, error: BaseException | None) -> None:
-        """Notes how the script has ended."""
         with contextlib.suppress(StopRecording):
             self.settle()
         self.end_trace()
@@ -106,6 +109,10 @@ class Witness(Observer, Callbacks):
     def is_elsewhere(self) -> bool:
         """Whether what is drawn now is drawn by an evaluation, or by a dataset: not by the training."""
         return self.is_loading or self.evaluations.lasts
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
 
     def next_of(self, own: Iterator[LoadedBatch]) -> LoadedBatch | None:
         """What a dataset draws while it loads is in the batch; it is no draw of the training."""
@@ -141,7 +148,6 @@ class Witness(Observer, Callbacks):
         """Looks at what the script computes with parameters that it trains, if it has called no model by now."""
         if self._uses is not None or self._is_called or self.inputs.cannot_tell or self.window <= 1:
             return
-        from samestep.verification.recording.naming import of_optimizer
         from samestep.verification.recording.uses import ParameterUses
 
         self._uses = ParameterUses(
@@ -167,7 +173,7 @@ class Witness(Observer, Callbacks):
             self.trace_samples()
         if self.sources is not None:
             self.sources.enter()
-        if self.path is None and (self.order.get("trace") or {}).get("path"):
+        if self.path is None and self._wanted_traces.get("path"):
             from samestep.verification.recording.paths import PathTrace
 
             self.path = PathTrace(self.journal, self.optimizers.rates)
@@ -178,9 +184,17 @@ class Witness(Observer, Callbacks):
         """Whether this run takes no notice of an optimizer: one rank trains a model of its own with it."""
         return hasattr(optimizer, "samestep_left_out")
 
-    def forget_backward(self) -> None:
-        """The backward passes since the last step were those of an optimizer that is left out."""
-        self.is_open, self.micro, self._trained = False, 0, None
+    def ends_step(self, optimizer: Any) -> bool:
+        """Ends the traces of a step that was taken; returns whether it is the script's own, and not left out."""
+        if self.is_preparing:
+            return False
+        if self.leaves_out(optimizer):  # so were the backward passes since the last step
+            self.is_open, self.micro, self._trained = False, 0, None
+            return False
+        self.end_trace()
+        if self.path is not None:
+            self.path.close(self.window)
+        return True
 
     def begin_backward(self, outputs: Any, inputs: list[Any] | None = None) -> None:
         """A backward begins, or gradients of `inputs` have come: the script may be one that steps by its own code."""
@@ -193,7 +207,6 @@ class Witness(Observer, Callbacks):
         self._by_hand.backward(outputs, inputs)
 
     def end_backward(self) -> None:
-        """It has ended, and parameters may be changed."""
         if self._by_hand is not None:
             self._by_hand.arm()
 
@@ -207,7 +220,7 @@ class Witness(Observer, Callbacks):
 
     def trace(self, segment: str) -> None:
         """What is computed from now on belongs to this segment of a step or an evaluation, if lines are looked for."""
-        wanted = self.order.get("trace") or {}
+        wanted = self._wanted_traces
         is_step = wanted.get("window") == self.window and segment != "evaluation"
         is_evaluation = segment == "evaluation" and self.is_placed and self._traced < wanted.get("evaluations", 0)
         if self.lines is not None and self.lines.segment == "evaluation" and segment != "evaluation":
@@ -218,12 +231,12 @@ class Witness(Observer, Callbacks):
     def _make_lines(self) -> Any:
         from samestep.verification.recording.lines import LineTrace
 
-        self.lines = self.lines or LineTrace(self.journal, whole_numbers="samples" in (self.order.get("trace") or {}))
+        self.lines = self.lines or LineTrace(self.journal, whole_numbers="samples" in self._wanted_traces)
         return self.lines
 
     def trace_samples(self) -> None:
         """Looks at all that is computed from the end of the last step on, if that may make the samples."""
-        wanted = self.order.get("trace") or {}
+        wanted = self._wanted_traces
         if self.lines is None and {"samples", "unloaded"} & wanted.keys() and wanted["window"] == self.window:
             self._make_lines().begin("forward")
 
@@ -235,18 +248,15 @@ class Witness(Observer, Callbacks):
 
     def sizes_of_saved(self, value: Any) -> dict[str, Any]:
         """Returns how many numbers are saved, and how many of tensors that are an optimizer's state, by their names."""
-        from samestep.runtime.digest import digest
-        from samestep.verification.recording.passes import tensors_in
-
         own = [] if self._by_hand is None else [one.untyped_storage().data_ptr() for one in self._by_hand.state()]
         known = {one for state in self.optimizers.states() for one in state["state"]}
-        told = list(tensors_in(value))
+        reported = list(named_tensors(value))
         mine = {
             name: one.numel()
-            for name, one in told
+            for name, one in reported
             if (own and one.untyped_storage().data_ptr() in own) or (known and one.numel() > 1 and digest(one) in known)
         }
-        return {"own_state": mine, "numbers": sum(one.numel() for _, one in told)}
+        return {"own_state": mine, "numbers": sum(one.numel() for _, one in reported)}
 
     def settle(self) -> None:
         """Whatever comes now, a step that the script takes by its own code has ended before it."""
@@ -272,17 +282,17 @@ class Witness(Observer, Callbacks):
             finally:
                 self.is_preparing = before
 
-    def begin_watching(self) -> None:
+    def install_patches(self) -> None:
         """Watches everything from now on; a run in float64 computes so from the first tensor on."""
         if self.order.get("double"):
             on_import("torch", lambda torch: torch.set_default_dtype(torch.float64))
             on_import("torch.nn.modules.module", lambda module: module.register_module_forward_pre_hook(_double))
-        on_import("torch.nn.modules.module", modules.remember)
+        on_import("torch.nn.modules.module", naming.remember)
         on_import("torch.distributed.checkpoint.state_dict", self._watch_state_dicts)
         if not self.order.get("chance"):
             install(randomness.without_dropout_and_autocast)
         subscribe(self, *_GROUPS)
-        if (self.order.get("trace") or {}).get("sources"):
+        if self._wanted_traces.get("sources"):
             on_import("torch.nn.modules.module", lambda _: self._trace_sources())
 
     def _trace_sources(self) -> None:
@@ -295,7 +305,6 @@ class Witness(Observer, Callbacks):
         self.sources = SourceTrace(self.journal, parameters, lambda: self.window)
 
     def replicated(self) -> dict[str, Any]:
-        """Returns the parameters, by name, that a wrapper declares to be copies."""
         return {}
 
     def given(self, batch: Any) -> Any:
@@ -311,7 +320,6 @@ class Witness(Observer, Callbacks):
         return True
 
     def note_evaluation(self) -> None:
-        """All that an evaluation needs is in place, and its first batch is about to be loaded."""
         self.settle()
         self.evaluations.begin()
         self.open_window(evaluating=True)
@@ -327,7 +335,7 @@ class Witness(Observer, Callbacks):
         """Writes down what an evaluation's collectives bring; one without gradients may be its first sign."""
         import torch
 
-        if self.lines is None and (self.order.get("trace") or {}).get("window") == self.window:
+        if self.lines is None and self._wanted_traces.get("window") == self.window:
             self._make_lines()  # what is brought together before a forward may be what its loss is divided by
         if self.lines is not None:
             counts = self.lines.segment == "evaluation"
@@ -349,16 +357,14 @@ class Witness(Observer, Callbacks):
             values = tensor.double().flatten().tolist()
             if any(value.is_integer() and value > 1 for value in values):
                 self._counted[place] += 1
-                told = {"number": self._counted[place], "group": about["group"], "values": values}
-                self.journal.write("counted", window=self.window, where=place, **told)
+                reported = {"number": self._counted[place], "group": about["group"], "values": values}
+                self.journal.write("counted", window=self.window, where=place, **reported)
 
     def on_file_write(self, path: str | os.PathLike[str]) -> None:
-        """Notes it, so that the next run finds the file as this one did."""
         if self.writes is not None:
             self.writes.note(path)
 
     def on_print(self, text: Callable[[], str], where: str) -> None:
-        """Writes down what is printed of an evaluation."""
         self.evaluations.printed(text, where)
 
 
