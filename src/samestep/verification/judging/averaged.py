@@ -1,10 +1,6 @@
 """The compressed gradients of one optimizer step, as the ranks recorded them.
 
-    rank 0   own g₀   owed m₀   ┐                        ┌ ā
-    rank 1   own g₁   owed m₁   ┴──►  codec, declared ──►┴ ā         step with ā, or with what clipping makes of it
-
-The mean of g₀, g₁, … is what would be averaged without compression, and is held against one process; ā is held against
-the codec.
+The mean of the ranks' own is compared with one process, what they were averaged to with the codec.
 """
 
 from __future__ import annotations
