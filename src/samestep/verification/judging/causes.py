@@ -105,7 +105,8 @@ def of_parameters(record: Record, index: int, rank: int, bad: list[str]) -> Find
     """Returns the finding for parameters that differ before the step `index`, though gradients agreed until then."""
     first, other = record.ranks[0], record.ranks[rank]
     loads = [event for one in (other, first) for event in one.of("weights") if event["event"] == index]
-    cause, where = OUTSIDE, None
+    cause = OUTSIDE
+    where: str | None = None
     if loads:
         cause, where = "they were loaded, and the ranks have loaded different ones", loads[0]["where"]
     if index:

@@ -18,7 +18,6 @@ _AHEAD = 8  # calls within which two exchanged ones are looked for
 
 
 def judge(record: Record, report: Report) -> None:
-    """Adds what the collectives tell."""
     if record.size < 2:
         report.cover("communication", unchecked("there is one rank"))
         return

@@ -71,7 +71,7 @@ def judge(record: Record, whole: Run, report: Report) -> None:
 
 
 def _unjudged(record: Record, steps: Sequence[Event]) -> Iterator[str]:
-    """Why of some optimizer no step can be judged."""
+    """Yields why no step of an optimizer can be judged, for each optimizer of which that is so."""
     reasons: dict[int, list[str | None]] = {}
     for step in steps:
         reasons.setdefault(step["optimizer"], []).append(record.compressed(step).why_not(step))

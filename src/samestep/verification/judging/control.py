@@ -18,7 +18,6 @@ _MEANS = {"MeanBackward0", "NllLossBackward0", "MseLossBackward0", "SmoothL1Loss
 
 
 def judge(record: Record, report: Report) -> None:
-    """Adds what the counts tell."""
     if not any(rank.steps for rank in record.ranks):
         report.cover("control", unchecked("no optimizer step was seen"))
         return
@@ -71,7 +70,7 @@ def unequal_steps(rank: int, counts: tuple[int, int], where: str | None, what: s
 
 
 def _first_apart(first: Rank, other: Rank) -> str | None:
-    """Where the first step is that one rank takes behind other backward passes than another."""
+    """The line of the first step before which two ranks have made different numbers of backward passes."""
     for mine, theirs in zip(first.steps, other.steps, strict=False):
         counts = {len(rank.in_window(step["window"], "backward")) for rank, step in ((first, mine), (other, theirs))}
         if len(counts) > 1:

@@ -367,7 +367,7 @@ def _tails(record: Record) -> Iterator[Finding]:
 
 
 def _placed(alone: Record) -> Record:
-    """What the script alone evaluates with the recorded weights; steps of its own bring it to others, by rounding."""
+    """Returns what the script alone evaluates with the recorded weights; its own differ from them by rounding."""
     ranks = [Rank(rank.number, [one for one in rank.events if one.get("placed", True)]) for rank in alone.ranks]
     return Record(alone.folder, ranks)
 
@@ -428,7 +428,7 @@ def _averaged(record: Record) -> Iterator[Finding]:
 def _numbered(events: list[Event], place: Callable[[Event], tuple[Any, ...]]) -> dict[tuple[Any, ...], Event]:
     """Returns events by their place and how many there are before at the same place."""
     seen: Counter[tuple[Any, ...]] = Counter()
-    found = {}
+    found: dict[tuple[Any, ...], Event] = {}
     for event in events:
         at = place(event)
         found[(*at, seen[at])] = event
@@ -550,7 +550,7 @@ def _splits(record: Record) -> Iterator[list[Pass]]:
 
 
 def _samples(record: Record) -> Iterator[Finding]:
-    """Such passes with samples too many or too few."""
+    """Yields what is wrong with such passes that have too many samples or too few."""
     for group in _splits(record):
         if _filled_and_gathered(group, record) is None:
             yield from _split(group, _beside(group[0], record))

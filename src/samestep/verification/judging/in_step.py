@@ -39,7 +39,7 @@ class InStep:
 
     @cached_property
     def astray(self) -> set[int]:
-        """The windows that it ends at other batches since a scaler finds its scale, one process another."""
+        """The windows that it ends at other batches because its scaler finds another scale."""
         spans = [(event["window"], event["own"]) for event in self._apart] if self._skips else []
         return {window for ends in spans for window in range(min(ends), max(ends) + 1)}
 
@@ -194,7 +194,7 @@ def skipper(record: Record) -> int | None:
 
 
 def _used(rank: Rank) -> list[bool]:
-    """Of each training batch but the last, whether a backward pass came before the next one."""
+    """Whether a backward pass came before the next batch, for each training batch but the last."""
     used: list[bool] = []
     for event in rank.of("batch", "backward"):
         if event["kind"] == "batch" and event["training"]:

@@ -57,7 +57,6 @@ class Line:
 
     @property
     def where(self) -> str:
-        """The user's line."""
         return self.place[1]
 
 

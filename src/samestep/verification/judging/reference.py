@@ -52,7 +52,6 @@ class Comparison:
     has_samples: bool = False
 
     def judge(self, report: Report) -> None:
-        """Adds what the comparison tells."""
         loader = loads_for_all(self.record) if self.whole.is_out_of_step else None
         if loader is not None:
             why = (
@@ -127,7 +126,7 @@ class Comparison:
             windows.judge(self.record, common, self.whole, merged, apart, report)
 
     def _redrawn(self, common: list[Event]) -> Comparison | None:
-        """With a process that gets the ranks' draws in another way, if that has their samples."""
+        """Returns a comparison with a process that gets the ranks' draws in another way, if that has their samples."""
         drawing = all(any(one["kept"] is not None for one in rank.of("draw")) for rank in self.record.data.ranks)
         if not drawing or are_loaded(self.record):
             return None
@@ -276,7 +275,7 @@ class Comparison:
         return found
 
     def _judge_broken(self, event: Event, apart: numerics.Distance, report: Report) -> None:
-        """Of a step at which some gradient is not finite: NaN on both sides is one training, on one side it is not."""
+        """Judges a step with a gradient that is not finite: NaN on one side alone is a difference."""
         if report.coverage.get("gradients") == REFUTED:
             return
         ours = numerics.are_finite(self.record.gradients(event))

@@ -484,7 +484,7 @@ def _repeated(group: Sequence[Pass], identities: list[list[Any]], extra: int, co
 
 
 def _why_repeated(group: Sequence[Pass], identities: list[list[Any]]) -> tuple[str, str]:
-    """Returns cause and fix."""
+    """Returns the cause and the fix."""
     first = group[0]
     is_within = any(len(theirs) > len(set(theirs)) for theirs in identities)
     if first.indices is None and is_within and first.about["workers"] > 1:
@@ -596,7 +596,7 @@ def _same_order(one: Pass, common: int) -> Finding:
 
 
 def _dropped(record: Record, training: list[list[Pass]]) -> Iterator[Finding]:
-    """Batches at the end of a pass that no step used in it: thrown away, or left to the next epoch's first step."""
+    """Whether a pass ends with batches that none of its steps used: dropped, or left to the next epoch's first step."""
     rank = record.ranks[0]
     stepped = {event["window"]: event for event in rank.steps}
     full = _most_backwards(rank)

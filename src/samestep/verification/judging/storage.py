@@ -18,7 +18,6 @@ OWN_NUMBER = ": what decides it is a rank's own number, such as a metric of its 
 
 
 def judge(record: Record, report: Report) -> None:
-    """Adds what saves and loads tell."""
     saves = [(rank, event) for rank in record.ranks for event in rank.of("save")]
     resumed = [(rank, event) for rank in record.ranks for event in rank.of("resumed")]
     compared, unknown = False, []
@@ -113,7 +112,7 @@ def _state_of(rank: Rank, saver: Rank, save: Event) -> Event | None:
 
 
 def _stepped(rank: Rank, event: int) -> dict[str, str]:
-    """The parameters behind the steps before an event."""
+    """The digests of the parameters after the steps before an event."""
     steps = [step for step in rank.steps if step["event"] < event]
     return {name: digest for step in steps for name, digest in (step["after"] or {}).items()}
 
@@ -138,7 +137,7 @@ def judge_with(record: Record, compared: set[int], report: Report) -> None:
 
 
 def _partly_saved(record: Record, alone: Rank) -> Iterator[Finding]:
-    """Whether of a state that is cut over the ranks only some of them save their part."""
+    """Whether only some ranks save their part of a state that is cut over all ranks."""
     theirs = _saves([alone])
     for place, events in _saves(record.ranks).items():
         whole = theirs.get(place, [])
@@ -193,7 +192,7 @@ def _saved_elsewhere(record: Record, alone: Rank) -> Iterator[Finding]:
 
 
 def _moments(ranks: Sequence[Rank]) -> dict[str, set[int]]:
-    """Behind how many steps something is saved, by line."""
+    """Line -> after how many steps it saves something."""
     moments: dict[str, set[int]] = {}
     for where, window in _saves(ranks):
         moments.setdefault(where, set()).add(window)

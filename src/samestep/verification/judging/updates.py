@@ -150,7 +150,7 @@ class Updates:
                     yield _of_state(name, key, mine, right, coarsest)
 
     def _beyond_rounding(self, step: Event, wrong: list[_Difference]) -> list[_Difference]:
-        """Those that neither the run in another order nor the run in float64 shows to be rounding."""
+        """Returns what neither the run in another order nor the run in float64 shows to be rounding."""
         again = self.others.permuted()
         if step["event"] in again.steps and again.update(step["event"]) is not None:
             between = self._between(self.whole, again, step)
@@ -202,7 +202,7 @@ class Updates:
 
 
 def _made(record: Record, step: Event) -> Any:
-    """What the ranks have made in a step: where they average parameters behind it, of those alone."""
+    """Returns what the ranks have made in a step; where they average parameters after it, only these."""
     if averaged_behind(record) != step["event"]:
         return record.update(step)
     behind = record.state(step["window"] + 1)
