@@ -22,10 +22,9 @@ OWN_MODEL = "each has cut its parts out of a model of its own"
 def judge(record: Record, whole: Run, report: Report) -> None:
     """Adds what the parts tell, where parameters are cut; `whole` is the script alone."""
     own = next((one["kept"] for one in whole.rank.of("own_start")), None)
-    ours = record.parameters(0)
-    if not record.is_cut or own is None or not ours:
+    if not record.is_cut or own is None:
         return
-    alone = whole.record.value(0, own)
+    alone, ours = whole.record.value(0, own), record.parameters(0)
     cut = [
         {
             name: digest
