@@ -11,8 +11,7 @@ import torch
 from samestep.verification.findings import Finding
 from samestep.verification.journal import value_path
 from samestep.verification.judging import chance
-from samestep.verification.judging.record import Rank, Record
-from samestep.verification.judging.single import Run
+from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.report import Report
 from samestep.verification.runs import Ended
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from journals import Event, record, trained
 
-from samestep.verification.judging import by_rank
+from samestep.verification.judging import average
 from samestep.verification.report import Report
 
 ONE, OTHER = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([4.0, -1.0, 0.0, 2.0])
@@ -49,6 +49,6 @@ def test_the_ranks_gradient_is_a_mean_weighed_by_values(
         runs.append(run)
     ours, report = trained(tmp_path / "ranks", [used]).record, Report(ranks=2)
     ours = replace(ours, ranks=[ours.ranks[0], *record(list(ours.ranks[0].events)).ranks])
-    by_rank.judge(ours, runs, ours.ranks[0].steps, report, WHY)
+    average.judge_by_rank(ours, runs, ours.ranks[0].steps, report, WHY)
     assert [one.code for one in report.errors] == ([said] if said.startswith("gradient") else [])
     assert report.errors or report.coverage["gradients"].partition(":")[0] == said

@@ -13,7 +13,7 @@ from samestep import Report
 from samestep.replicas import virtual_engine
 from samestep.verification import claims
 from samestep.verification.files import Files
-from samestep.verification.judging.single import Run
+from samestep.verification.judging.record import Run
 from samestep.verification.runner import Runner
 from samestep.verification.runs import Ended, Script
 from samestep.verification.verify import examine

@@ -10,9 +10,8 @@ from journals import Event, ended, passed, record, step, stepped
 
 from samestep.verification.findings import NOT_REACHED
 from samestep.verification.judging import evaluation, reached, samples, storage
-from samestep.verification.judging.record import Record
+from samestep.verification.judging.record import Record, Run
 from samestep.verification.judging.samples import _read_alone, passes
-from samestep.verification.judging.single import Run
 from samestep.verification.recording.limit import Limit
 from samestep.verification.report import Report
 from samestep.verification.runs import Ended

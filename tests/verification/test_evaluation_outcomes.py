@@ -13,8 +13,7 @@ from torch import nn
 from samestep.verification import journal
 from samestep.verification.judging import evaluation
 from samestep.verification.judging.outcomes import outcomes
-from samestep.verification.judging.record import Rank
-from samestep.verification.judging.single import Run
+from samestep.verification.judging.record import Rank, Run
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.inputs import Inputs, mixes_samples
 from samestep.verification.recording.naming import buffers_of

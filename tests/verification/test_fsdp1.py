@@ -23,8 +23,7 @@ from samestep.instrument.randomness import in_full_precision
 from samestep.runtime.digest import digest
 from samestep.verification.journal import TraceWriter, place_of, value_path
 from samestep.verification.judging import control, shards, storage
-from samestep.verification.judging.record import Rank, Record, part_at
-from samestep.verification.judging.single import Run
+from samestep.verification.judging.record import Rank, Record, Run, part_at
 from samestep.verification.recording import parts
 from samestep.verification.recording.flat import slices
 from samestep.verification.recording.optimizers import Optimizers, digests, held, own_states, state_of

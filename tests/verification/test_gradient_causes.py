@@ -12,15 +12,13 @@ from journals import Event, ended, passed, record, step, trained
 
 from samestep.verification.findings import Finding
 from samestep.verification.journal import value_path
-from samestep.verification.judging import explanations, moved
+from samestep.verification.judging import explanations, moved, windows
+from samestep.verification.judging.average import uneven_counts
 from samestep.verification.judging.explanations import CARRIED
 from samestep.verification.judging.in_step import InStep
-from samestep.verification.judging.means import uneven_counts
 from samestep.verification.judging.others import Others
-from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.judging.reference import Comparison
-from samestep.verification.judging.single import Run
-from samestep.verification.judging.windows import Windows
 from samestep.verification.report import Report
 from samestep.verification.runs import Ended
 
@@ -296,7 +294,7 @@ def test_micro_batches_that_count_alike_and_are_not_are_found(
         return run
 
     report = Report(ranks=2)
-    Windows(record, lambda _: whole, apart).judge(record.ranks[0].steps, alone, report)
+    windows.judge(record, record.ranks[0].steps, alone, lambda _: whole, apart, report)
     assert [(one.code, one.severity, one.where) for one in report.findings] == (
         [] if severity is None else [("gradient-differs", severity, "train.py:25")]
     )

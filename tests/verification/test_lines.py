@@ -17,8 +17,7 @@ from samestep.verification.findings import Finding
 from samestep.verification.journal import TraceWriter, read, value_path
 from samestep.verification.judging.explanations import ADDED_UP
 from samestep.verification.judging.lines import Lines, _brought_apart, _lines, _relation
-from samestep.verification.judging.record import Rank, Record
-from samestep.verification.judging.single import Run
+from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.recording.lines import LineTrace
 from samestep.verification.runs import Ended
 

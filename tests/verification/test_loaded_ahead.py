@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from journals import Event, passed, record
 
-from samestep.verification.judging.ahead import settled
+from samestep.verification.judging.record import settled
 from samestep.verification.judging.samples import passes
 
 BACKWARD = "backward"

@@ -15,7 +15,7 @@ from samestep.launch.rank import failure
 from samestep.launch.rank.failure import death, lost_host
 from samestep.verification import machine, runner, verify
 from samestep.verification.files import Files
-from samestep.verification.judging.single import Run
+from samestep.verification.judging.record import Run
 from samestep.verification.report import Report
 from samestep.verification.runs import Ended, Script
 

@@ -10,9 +10,8 @@ import torch
 from journals import Event, trained
 
 from samestep.verification.judging.others import Others
-from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.judging.reference import Comparison
-from samestep.verification.judging.single import Run
 from samestep.verification.report import Report
 
 NAN = math.nan

@@ -10,8 +10,7 @@ from journals import Event, step, stepped
 
 from samestep.verification.journal import value_path
 from samestep.verification.judging import parts
-from samestep.verification.judging.record import Rank, Record
-from samestep.verification.judging.single import Run
+from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.report import Report
 from samestep.verification.runs import Ended
 

@@ -11,8 +11,8 @@ from journals import Event, passed, record, step
 from samestep.verification.findings import AGREES, DECLARED, REFUTED, Finding
 from samestep.verification.judging import rates
 from samestep.verification.judging.others import Others
+from samestep.verification.judging.record import Run
 from samestep.verification.judging.reference import Comparison
-from samestep.verification.judging.single import Run
 from samestep.verification.report import Report
 from samestep.verification.runs import Ended
 

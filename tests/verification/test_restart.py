@@ -12,8 +12,7 @@ import samestep
 from samestep.verification import restart
 from samestep.verification.findings import unchecked
 from samestep.verification.judging import storage
-from samestep.verification.judging.record import Record
-from samestep.verification.judging.single import Run
+from samestep.verification.judging.record import Record, Run
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner
 from samestep.verification.runs import Ended

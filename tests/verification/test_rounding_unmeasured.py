@@ -10,9 +10,8 @@ from journals import Event, ended, step, stepped, trained
 
 from samestep.verification.journal import value_path
 from samestep.verification.judging.others import Others
-from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.judging.reference import Comparison
-from samestep.verification.judging.single import Run
 from samestep.verification.report import Report
 from samestep.verification.runs import Ended
 

@@ -14,7 +14,7 @@ from journals import Event, record
 from samestep.instrument.patch import uninstall
 from samestep.verification.findings import Finding
 from samestep.verification.journal import TraceWriter, read, value_path
-from samestep.verification.judging import average
+from samestep.verification.judging import unloaded
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.sources import Sources
 from samestep.verification.recording.sources import SourceTrace
@@ -115,4 +115,4 @@ def test_parts_of_the_data_that_overlap_are_counted(
     def rank(calls: list[str]) -> list[Event]:
         return [{"kind": "input", "window": i, "rows": [*call]} for i, call in enumerate(calls)]
 
-    assert average._overlap(record(rank(first), rank(other)), record(rank(alone))) == count
+    assert unloaded._overlap(record(rank(first), rank(other)), record(rank(alone))) == count

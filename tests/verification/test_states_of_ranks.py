@@ -9,7 +9,7 @@ import pytest
 from journals import Event, call, findings, record, step, stepped, wrap
 
 from samestep.verification.judging import evaluation, states
-from samestep.verification.judging.single import Run
+from samestep.verification.judging.record import Run
 from samestep.verification.report import Report
 from samestep.verification.runs import Ended
 

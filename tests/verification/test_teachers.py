@@ -17,8 +17,7 @@ from samestep import Report
 from samestep.runtime.digest import digest
 from samestep.verification.journal import TraceWriter, value_path
 from samestep.verification.judging import evaluation, moved
-from samestep.verification.judging.record import Rank, Record
-from samestep.verification.judging.single import Run
+from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.recording.optimizers import Optimizers
 from samestep.verification.runs import Ended
 

@@ -12,8 +12,7 @@ from journals import Event, call, record, step, stepped, trained
 
 from samestep.verification.journal import value_path
 from samestep.verification.judging.others import Others
-from samestep.verification.judging.record import Rank, Record
-from samestep.verification.judging.single import Run
+from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.judging.updates import Updates
 from samestep.verification.report import Report
 

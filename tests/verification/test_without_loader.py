@@ -16,11 +16,10 @@ import samestep
 from samestep import Report
 from samestep.verification.findings import Finding
 from samestep.verification.journal import value_path
-from samestep.verification.judging import average, chance, in_turn, own_pace, repeated, samples
+from samestep.verification.judging import average, chance, own_pace, samples, unloaded
 from samestep.verification.judging.others import Others
-from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.judging.reference import Comparison
-from samestep.verification.judging.single import Run
 from samestep.verification.recording.chance import joined_draws
 from samestep.verification.recording.own_gradients import OwnGradients
 from samestep.verification.runs import Ended
@@ -140,7 +139,7 @@ def test_what_ranks_bring_together_before_the_loss_leaves_it_open(tmp_path: Path
 def test_samples_without_a_loader_are_those_that_one_process_uses(own: list[str], said: str) -> None:
     report = Report(ranks=2)
     ours, whole = record(inputs(["a", "b"]), inputs(["c"])), record(inputs(["a", "b"]))
-    average.judge_samples(ours, whole, lambda: record(inputs(own)), report)
+    unloaded.judge(ours, whole, lambda: record(inputs(own)), report)
     assert report.coverage["data"].partition(":")[0] == said
 
 
@@ -167,7 +166,7 @@ def test_samples_that_ranks_pass_over_in_what_one_process_reads_are_counted(
     assert samples.passed_over(parts, READ) == missing
     trains: list[Event] = [{"kind": "backward", "window": 0, "where": "train.py:25"}, step(0, "g"), stepped(0)]
     report, ours = Report(ranks=2), record(*([*inputs(part), *trains] for part in parts))
-    average.judge_samples(ours, record(inputs(READ)), lambda: record(inputs(READ)), report)
+    unloaded.judge(ours, record(inputs(READ)), lambda: record(inputs(READ)), report)
     assert [one.code for one in report.errors if one.code == "samples-missing"] == ["samples-missing"] * bool(missing)
 
 
@@ -190,7 +189,7 @@ def test_samples_that_each_rank_draws_as_one_process_does_are_declared(
     drawn: Event = {"kind": "draw", "place": "0|train.py:4|1", "name": "torch.randint", "shape": [4], "within": False}
     ours = record(*([{**drawn, "digest": one}, *inputs(["a"])] for one in digests))
     whole, report = record([{**drawn, "kind": "own_draw", "shape": shape}]), Report(ranks=2)
-    average.judge_samples(ours, whole, lambda: record(inputs(["b"])), report)
+    unloaded.judge(ours, whole, lambda: record(inputs(["b"])), report)
     assert report.coverage["data"].partition(":")[0] == said
 
 
@@ -271,7 +270,7 @@ def test_one_process_that_takes_a_step_for_each_rank_s_decides(
     ours = one_step(tmp_path / "ranks", weights[0] * ONE + weights[1] * OTHER, losses)
     run = in_turns(tmp_path / "single", ONE, OTHER)
     report = Report(ranks=2)
-    is_told = in_turn.judge(ours, run, ours.ranks[0].steps, report)
+    is_told = average.judge_in_turn(ours, run, ours.ranks[0].steps, report)
     assert report.coverage.get("gradients", "not checked") == said
     assert is_told == (said != "not checked")
     assert [(one.code, one.factor, one.where) for one in report.errors] == (
@@ -282,7 +281,7 @@ def test_one_process_that_takes_a_step_for_each_rank_s_decides(
 def test_one_process_with_other_samples_decides_nothing(tmp_path: Path) -> None:
     ours = one_step(tmp_path / "ranks", MEAN, [mean(), mean()])
     run = in_turns(tmp_path / "single", ONE, torch.tensor([5.0, -1.0, 2.0, 2.0]))
-    assert not in_turn.judge(ours, run, ours.ranks[0].steps, Report(ranks=2))
+    assert not average.judge_in_turn(ours, run, ours.ranks[0].steps, Report(ranks=2))
 
 
 # --- samples that come again, or never ---
@@ -303,7 +302,7 @@ def test_a_reader_that_goes_on_by_the_samples_of_one_rank_is_found(
     report = Report(ranks=2)
     ours = record([*inputs(*first), step(0, "g")], [*inputs(*other), step(0, "g")])
     alone = record([*inputs(["a", "b"], ["c", "d"], ["e", "f"])])
-    average.judge_samples(ours, alone, lambda: alone, report)
+    unloaded.judge(ours, alone, lambda: alone, report)
     assert [one.code for one in report.errors] == ([] if code is None else [code])
 
 
@@ -321,7 +320,7 @@ def test_samples_of_one_batch_that_are_in_no_part_are_found(
     mine: tuple[list[str], ...], alone: tuple[list[str], ...], *, is_found: bool
 ) -> None:
     ours = record([*inputs(*mine), step(0, "g")], [*inputs(["c"], ["c"]), step(0, "g")])
-    found = average.left_out_of_one_batch(ours, record([*inputs(*alone)]))
+    found = unloaded.left_out_of_one_batch(ours, record([*inputs(*alone)]))
     assert (found is not None and found.code == "samples-missing") == is_found
 
 
@@ -334,7 +333,7 @@ def told(folder: Path, *rows: list[Event], own: tuple[torch.Tensor, torch.Tensor
         value_path(folder, rank.number, 9).parent.mkdir(parents=True, exist_ok=True)
         torch.save({"w": gradient}, value_path(folder, rank.number, 9))
         rank.events[:] = [{**one, "own": 9} if one["kind"] == "step" else one for one in rank.events]
-    return repeated.finding(ours, trained(folder / "alone", []), ours.ranks[0].steps)
+    return unloaded.same_on_two_ranks(ours, trained(folder / "alone", []), ours.ranks[0].steps)
 
 
 @pytest.mark.parametrize(("is_wrapped", "severity"), [(True, "error"), (False, "note")])
@@ -360,7 +359,7 @@ def test_ranks_of_a_tensor_parallel_group_share_a_batch(tmp_path: Path) -> None:
         ],
     )
     assert cut.is_cut
-    assert repeated.finding(cut, trained(tmp_path / "alone", [], rows), cut.ranks[0].steps) is None
+    assert unloaded.same_on_two_ranks(cut, trained(tmp_path / "alone", [], rows), cut.ranks[0].steps) is None
 
 
 def test_one_fixed_batch_is_a_note(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def open_hosts(
         check_room(ranks)
         check_loopback()
         with Controller([open_here(socket.gethostname(), ranks)]) as controller:
-            parts = (local_ranks(ranks),)
+            parts: tuple[HostRanks, ...] = (local_ranks(ranks),)
             yield controller, parts, Replacement(controller, None, lambda _: parts, options.join_timeout, say)
         return
     started: list[Started] = []

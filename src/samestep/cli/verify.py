@@ -53,6 +53,7 @@ the ranks, or what would decide could not be compared); 2 for a usage error."""
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
     options = _parser().parse(arguments)
     if options.explain is not None:
         return _explain(options.explain)

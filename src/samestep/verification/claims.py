@@ -16,9 +16,8 @@ from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.others import Others
-from samestep.verification.judging.record import Record
+from samestep.verification.judging.record import Record, Run
 from samestep.verification.judging.reference import Comparison
-from samestep.verification.judging.single import Run
 from samestep.verification.judging.states import scheduled, several, staged
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner

@@ -18,8 +18,7 @@ from samestep.launch.start.prefork_server import PreforkServer
 from samestep.rankenv import variable
 from samestep.verification import machine, runs
 from samestep.verification.files import Files
-from samestep.verification.judging.record import Record, read
-from samestep.verification.judging.single import Run
+from samestep.verification.judging.record import Record, Run, read
 
 _REPLAY = "samestep.verification.reference.replay:Replay"
 _RECORDER = "samestep.verification.recording.recorder:Recorder"

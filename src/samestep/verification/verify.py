@@ -36,15 +36,15 @@ from samestep.verification.judging import (
     shards,
     states,
     storage,
+    unloaded,
 )
 from samestep.verification.judging.causes import MOVED_APART, OUTSIDE, UNREACHED
 from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.lines import Lines
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.paths import Paths
-from samestep.verification.judging.record import Record
+from samestep.verification.judging.record import Record, Run
 from samestep.verification.judging.reference import Comparison
-from samestep.verification.judging.single import Run
 from samestep.verification.judging.sources import Sources
 from samestep.verification.judging.updates import Updates
 from samestep.verification.recording.limit import LONGER, PASSES, SMALL, STEPS
@@ -387,7 +387,7 @@ def _judge_pipeline(runner: Runner, record: Record, report: Report) -> None:
 def _conclude_on_data(record: Record, whole: Record, own_pace: Callable[[], Record], report: Report) -> None:
     """Data that no DataLoader yields are right if the gradients of all ranks are those of all samples."""
     if average.REMARK in report.remarks and report.coverage.get("gradients") == DECLARED:
-        average.judge_samples(record, whole, own_pace, report)
+        unloaded.judge(record, whole, own_pace, report)
         return
     compared = report.coverage.get("gradients") in {AGREES, DECLARED}
     if compared and not samples.are_loaded(record):
@@ -395,7 +395,7 @@ def _conclude_on_data(record: Record, whole: Record, own_pace: Callable[[], Reco
         why = "the gradients of the compared steps are those of one process's batches"
         report.cover("data", DECLARED if noted else AGREES, why)
     elif not (compared or samples.are_loaded(record)):
-        found = average.left_out_of_one_batch(record, whole)
+        found = unloaded.left_out_of_one_batch(record, whole)
         report.add([] if found is None else [found])
 
 

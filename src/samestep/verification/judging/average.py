@@ -1,272 +1,132 @@
-"""Whether the ranks' gradient is that of all their samples, by what each rank computes for itself.
+"""Compares the ranks' gradient with a weighted sum of gradients that are known of each rank.
 
-    own gradients g₀ … g_N of the ranks          g = Σ wᵣ·gᵣ, as measured
-    losses: means over c₀ … c_N values           the mean over all values has the weights cᵣ / Σ c
+    g = Σ wᵣ·gᵣ as measured       a mean over the c₀ … c_N values of the ranks' losses has the weights cᵣ / Σ c
 
-So it is judged where one process cannot be given the ranks' samples: a script cuts them, or draws them, by itself. It
-is no proof where a loss is anything but a mean over its rank's values, or depends on what ranks bring together.
+It decides where one process cannot be given the samples of all ranks, and where losses are means over their values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from samestep.text import plural
 from samestep.verification import numerics
-from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
+from samestep.verification.findings import DECLARED, Finding, unchecked
 from samestep.verification.journal import Event
-from samestep.verification.judging import means, own_pace
-from samestep.verification.judging.record import Rank, Record
-from samestep.verification.judging.samples import left_out, passed_over
+from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.report import Report
-
-__all__: list[str] = []
 
 EVERY_ZERO = "every gradient is zero, on the ranks and in one process"
 REMARK = (
     "the samples come from no DataLoader, and one process takes others: the ranks' gradients were compared with the "
     "mean of what each computes by itself"
 )
+IN_TURN_REMARK = (
+    "the samples come from no DataLoader, and one process has as many in a step as one rank: gradients were compared "
+    "with the weighted sum of those of one process in so many steps as there are ranks"
+)
+_BY_RANK_REMARK = (
+    "the ranks' gradients were compared with a weighted mean of what one process makes of each rank's samples"
+)
 _NEAR = 1e-3  # of a weight
-_CUT = 0.75  # of the samples of one process, at most, that a rank has where the data are cut
-_MOST_AGAIN = 0.4  # of the samples of a step that were in the step before; of two ranks half of them
-_BY_CHANCE = 0.02  # of the samples that may be alike without being one
 _FEWEST = 8  # numbers in a gradient that is no multiple of others by chance
 _BRINGING = {"all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "all_to_all"}
-_NO_LOADER = "no DataLoader tells which samples were trained on"
-_OTHERS = "one process takes other samples"
-_UNKNOWN = "what each rank computes by itself is not known"
-_CHANGED = "the ranks' gradients are not a weighted sum of what each computes by itself"
-_BROUGHT = "the loss depends on what the ranks bring together at {}"
 _NO_MEANS = "no rank's loss is a plain mean over its samples: whether the average is that of all is open"
 
 
+def vectors(used: numerics.Gradients, parts: Sequence[Any]) -> tuple[Tensor, list[Tensor]] | None:
+    """Returns gradients and the parts that may add up to them, shape [numbers] each; None where all are zero."""
+    ours, theirs = numerics.flat(used, *parts), [numerics.flat(part, used, *parts) for part in parts]
+    return (ours, theirs) if ours.any() or any(part.any() for part in theirs) else None
+
+
+def _cover(errors: Sequence[float], report: Report) -> None:
+    report.cover("gradients", DECLARED, f"worst error {max(errors):.1e}, {plural(len(errors), 'step')}")
+
+
+# --- the ranks' own gradients -----------------------------------------------------------------------
+
+
 def judge(record: Record, steps: list[Event], report: Report) -> None:
-    """Adds what the gradients of these steps, whose values were kept, are beside those of each rank."""
-
-    def leave_open(why: str) -> None:
-        report.cover("gradients", unchecked(f"{_OTHERS}, and {why}"))
-
-    worst, seen = 0.0, 0
+    """Compares the gradients of these steps, whose values were kept, with those of each rank's own backward passes."""
+    errors: list[float] = []
     for step in steps:
-        own = record.own(step)
-        if own is None:
-            leave_open(_UNKNOWN)
+        error = _judge_step(record, step, brings_together(record.ranks[0], steps[0]), report)
+        if isinstance(error, str):
+            report.cover("gradients", unchecked(f"one process takes other samples, and {error}"))
             return
-        used = record.gradients(step)
-        ours, parts = numerics.flat(used, *own), [numerics.flat(one, used, *own) for one in own]
-        if not ours.any() and not any(part.any() for part in parts):
-            continue
-        if not numerics.are_finite(used):
-            leave_open(f"from step {step['event']} on gradients are not finite")
-            return
-        found = numerics.fit(ours, parts)
-        if not found.left <= numerics.limit(0.0, used):
-            report.add(_of_one_tensor(record, step, used, own))
-            leave_open(_CHANGED)
-            return
-        if (where := brings_together(record.ranks[0], steps[0])) is not None:
-            leave_open(_BROUGHT.format(where))
-            return
-        weights = means.weights(record, step)
-        if weights is None or not _judge(record, step, ours, parts, weights, report):
-            leave_open(_NO_MEANS)
-            return
-        if report.errors:
-            return
-        worst, seen = max(worst, found.left), seen + 1
-    if not seen:
+        if error is not None:
+            if report.errors:
+                return
+            errors.append(error)
+    if not errors:
         report.cover("gradients", unchecked(EVERY_ZERO))
         return
     report.remarks.append(REMARK)
-    report.cover("gradients", DECLARED, f"worst error {worst:.1e}, {plural(seen, 'step')}")
+    _cover(errors, report)
 
 
-def _judge(
-    record: Record, step: Event, ours: Tensor, parts: list[Tensor], weights: means.Weights, report: Report
+def _judge_step(record: Record, step: Event, brought_at: str | None, report: Report) -> float | str | None:
+    """Returns the error of a step, None where all is zero, or why it cannot be judged."""
+    own = record.own(step)
+    if own is None:
+        return "what each rank computes by itself is not known"
+    used = record.gradients(step)
+    if (known := vectors(used, own)) is None:
+        return None
+    if not numerics.are_finite(used):
+        return f"from step {step['event']} on gradients are not finite"
+    ours, parts = known
+    left = numerics.fit(ours, parts).left
+    if not left <= numerics.limit(0.0, used):
+        report.add(_of_one_tensor(record, step, used, own))
+        return "the ranks' gradients are not a weighted sum of what each computes by itself"
+    if brought_at is not None:
+        return f"the loss depends on what the ranks bring together at {brought_at}"
+    mean = weights(record, step)
+    if mean is None or not _judge_weights(record, step, ours, parts, mean, report):
+        return _NO_MEANS
+    return left
+
+
+def _judge_weights(
+    record: Record, step: Event, ours: Tensor, parts: list[Tensor], mean: Weights, report: Report
 ) -> bool:
-    """Judges a gradient beside the mean of the ranks' own, with these weights; returns whether that tells anything."""
-    right = sum(share * part for share, part in zip(weights.shares, parts, strict=True))
+    """Compares a gradient with the mean of the ranks' own by these weights; returns whether that is conclusive."""
+    right = sum(share * part for share, part in zip(mean.shares, parts, strict=True))
     found = numerics.fit(ours, [torch.as_tensor(right)])
     if not found.left <= numerics.limit(0.0, record.gradients(step)):  # weights of nearly parallel parts tell little
-        if weights.is_plain:
-            report.add([mean_of_means(record, step, weights.shares, numerics.fit(ours, parts).factors)])
-        return weights.is_plain
+        if mean.is_plain:
+            report.add([mean_of_means(record, step, mean.shares, numerics.fit(ours, parts).factors)])
+        return mean.is_plain
     clipped = clipping(record, step)
     total, size = found.factors[0] / (clipped or 1.0), record.size
     if clipped is None and total < 1:
         return True  # by an unknown norm
-    if _is_near(total * weights.factor, 1.0):
+    if _is_near(total * mean.factor, 1.0):
         return True
     if _is_near(total, 1.0):  # a factor that is part of the loss, unless it is one for the number of ranks
-        return not any(_is_near(weights.factor, other) for other in (1 / size, float(size)))
-    if weights.is_plain:
+        return not any(_is_near(mean.factor, other) for other in (1 / size, float(size)))
+    if mean.is_plain:
         report.add([scaled(record, step, total)])
-    return weights.is_plain  # else the script may divide by something that one process knows too
-
-
-def judge_samples(record: Record, whole: Record, alone: Callable[[], Record], report: Report) -> None:
-    """Adds whether the ranks' models have got the samples that those of one process get.
-
-    Args:
-        record: of the ranks.
-        whole: of the script alone, which takes as many steps.
-        alone: records it for as many samples as the ranks have used.
-        report: to add to.
-    """
-    if (where := _drawn_at(record, whole)) is not None:
-        report.cover("data", DECLARED, f"each rank draws them at {where}, other ones than the other ranks")
-        return
-    mine, theirs = rows_of(record), rows_of(alone())
-    if (count := _overlap(record, alone())) > _BY_CHANCE * len(mine):
-        report.add([_parts_that_overlap(record, count)])
-    elif (share := _soon_again(record.data.ranks)) >= _MOST_AGAIN and _soon_again(alone().ranks[:1]) <= _BY_CHANCE:
-        report.add([_comes_again(record, share)])
-    elif count := passed_over([_in_turn(rank) for rank in record.data.ranks], _in_turn(*alone().ranks[:1])):
-        first = record.ranks[0]
-        report.add([left_out(count, first.backward_of(first.steps[0]))])
-    elif not mine or not theirs:
-        report.cover("data", unchecked(f"{_NO_LOADER}, and the inputs of the models have no rows to compare"))
-    elif mine == theirs:
-        report.cover("data", AGREES, f"the {len(mine)} samples that one process uses, by what the models get")
-    elif own_pace.worst_error(record, alone(), record.kept_steps) is not None:
-        report.cover("data", AGREES, "one process that goes its own way has the same gradients")
-    else:
-        report.cover(
-            "data",
-            unchecked(
-                f"{_NO_LOADER}; the ranks' models get {plural(len(mine), 'different sample')}, those of one process "
-                f"{len(theirs)}, and {len(mine & theirs)} of them are the same"
-            ),
-        )
-
-
-def _drawn_at(record: Record, whole: Record) -> str | None:
-    """The line at which each rank draws its samples, or their places, as one process does, and none as another rank."""
-    told = [{one["place"]: one for one in rank.of("draw") if not one["within"]} for rank in record.data.ranks]
-    alone = {one["place"]: one["shape"] for rank in whole.ranks[:1] for one in rank.of("own_draw")}
-    for place, first in told[0].items() if told else ():
-        others = [drawn.get(place) for drawn in told[1:]]
-        same = all(one is not None and one["shape"] == first["shape"] for one in others)
-        apart = {one["digest"] for one in [first, *others] if one is not None}
-        if same and alone.get(place) == first["shape"] and None not in apart and len(apart) == len(told):
-            where: str = place.partition("|")[2].rpartition("|")[0]
-            return where
-    return None
-
-
-def _overlap(record: Record, alone: Record) -> int:
-    """How many samples several ranks use before any of them begins again, where each goes over a part of the data.
-
-    A rank that draws from all data meets a sample again after as many others as one process does, not after an Nth.
-    """
-    parts = [_until_repeated(rank) for rank in record.data.ranks]
-    whole = _until_repeated(alone.ranks[0]) if alone.ranks else set()
-    are_cut = all(part and len(part) <= _CUT * len(whole) for part in parts)
-    return sum(map(len, parts)) - len(set().union(*parts)) if are_cut else 0
-
-
-def left_out_of_one_batch(record: Record, alone: Record) -> Finding | None:
-    """Returns what is to be said where one process has one batch at every step, and the ranks leave some of it out.
-
-    Fewer than there are ranks may be what is left of a batch that is cut in equal parts.
-    """
-    mine, theirs = _by_step(record.data.ranks), _by_step(alone.ranks[:1])
-    windows = [window for window in mine if window in theirs]
-    if len(windows) < 2 or any(told[one] != told[windows[0]] for told in (mine, theirs) for one in windows):
-        return None
-    ours, whole = mine[windows[0]], theirs[windows[0]]
-    if not ours < whole or len(whole - ours) < record.size:
-        return None
-    first = record.ranks[0]
-    return Finding(
-        code="samples-missing",
-        where=first.backward_of(first.steps[0]),
-        cause=f"one process trains on {plural(len(whole), 'sample')} at every step, and the ranks together on "
-        f"{len(ours)} of them: {len(whole - ours)} are in no rank's part",
-        fix="make the samples first and divide them after that: a part of a text has fewer windows than its share",
-    )
-
-
-def _soon_again(ranks: Sequence[Rank]) -> float:
-    """What share of the samples of a step were in the step before, on any of these ranks; of all steps the mean."""
-    steps = list(_by_step(ranks).values())
-    shares = [len(one & before) / len(one) for before, one in pairwise(steps)]
-    return sum(shares) / len(shares) if shares else 0.0
-
-
-def _by_step(ranks: Sequence[Rank]) -> dict[int, set[str]]:
-    """Window -> the rows that the models of these ranks get in it."""
-    found: dict[int, set[str]] = {}
-    for rank in ranks:
-        for event in rank.of("input"):
-            if event["rows"]:
-                found.setdefault(event["window"], set()).update(event["rows"])
-    return dict(sorted(found.items()))
-
-
-def _comes_again(record: Record, share: float) -> Finding:
-    first = record.ranks[0]
-    return Finding(
-        code="samples-repeated",
-        where=first.backward_of(first.steps[0]),
-        cause=f"{share:.0%} of the samples of a step were in the step before, on another rank, and in one process none "
-        "is: what reads them goes on by the samples of one rank",
-        fix="go on by the samples of all ranks after each step: position += batch_size * world_size",
-    )
-
-
-def _in_turn(*ranks: Rank) -> list[str]:
-    """The rows that a rank's models get, in order."""
-    calls = [(event["window"], tuple(event["rows"])) for rank in ranks for event in rank.of("input") if event["rows"]]
-    return [row for _, rows in dict.fromkeys(calls) for row in rows]
-
-
-def _until_repeated(rank: Rank) -> set[str]:
-    """The rows that a rank's models get before one comes again; none where that is not seen, or at once."""
-    seen: set[str] = set()
-    calls = dict.fromkeys((event["window"], tuple(event["rows"])) for event in rank.of("input") if event["rows"])
-    for _, call in calls:
-        if seen & set(call):
-            return seen
-        seen |= set(call)
-    return set()
-
-
-def _parts_that_overlap(record: Record, count: int) -> Finding:
-    first = record.ranks[0]
-    return Finding(
-        code="samples-repeated",
-        where=first.backward_of(first.steps[0]),
-        cause=f"each rank goes over a part of the data, and {plural(count, 'sample')} are in several ranks' parts "
-        "before any rank begins again: the parts are cut out of orders that differ",
-        fix="draw the order from a generator that all ranks seed alike, with the epoch, and that nothing else uses",
-    )
-
-
-def rows_of(record: Record) -> set[str]:
-    """Returns digests of all rows that models got with gradients."""
-    return {row for rank in record.ranks for event in rank.of("input") for row in event["rows"]}
-
-
-def _is_near(number: float, right: float) -> bool:
-    return abs(number - right) <= _NEAR * abs(right)
+    return mean.is_plain  # else the script may divide by something that one process knows too
 
 
 def _of_one_tensor(
     record: Record, step: Event, used: numerics.Gradients, own: list[numerics.Gradients]
 ) -> Iterator[Finding]:
-    """The gradients that are N times, or an Nth of, what those of most tensors are beside the ranks' own."""
+    """The gradients that are N times, or an Nth of, what most are of the ranks' own."""
     totals: dict[str, float] = {}
     for name, gradient in used.items():
-        parts = [one.get(name) for one in own]
-        if gradient is None or gradient.numel() < _FEWEST or any(part is None for part in parts):
+        parts = [part for one in own if (part := one.get(name)) is not None]
+        if gradient is None or gradient.numel() < _FEWEST or len(parts) < len(own):
             continue
-        found = numerics.fit(numerics.vector(gradient), [numerics.vector(part) for part in parts if part is not None])
+        found = numerics.fit(numerics.vector(gradient), [numerics.vector(part) for part in parts])
         if not found.left <= numerics.limit(0.0, used):
             return  # the script changes it otherwise, too
         totals[name] = sum(found.factors)
@@ -287,6 +147,199 @@ def _of_one_tensor(
             return
 
 
+# --- what one process makes of each rank's samples --------------------------------------------------
+
+
+def judge_by_rank(record: Record, runs: Sequence[Run], steps: list[Event], report: Report, because: str) -> None:
+    """Compares the gradients of these steps with those of one process that has the samples of one rank in each run.
+
+    `because` says why one process is not given the samples of all.
+    """
+
+    def leave_open(why: str) -> None:
+        report.cover("gradients", unchecked(f"{because}, and {why}"))
+
+    errors: list[float] = []
+    for step in steps:
+        if not all(step["event"] in run.steps for run in runs):
+            continue
+        used = record.gradients(step)
+        if (known := vectors(used, [run.gradients(step["event"]) for run in runs])) is None:
+            continue
+        found = numerics.fit(*known)
+        counts = [count for run in runs if (count := _count(run, step)) is not None]
+        right = [count / sum(counts) for count in counts] if len(counts) == len(runs) else None
+        if not found.left <= numerics.limit(0.0, used):
+            leave_open("the ranks' gradients are no weighted mean of what one process makes of each rank's samples")
+            return
+        total = sum(found.factors)
+        are_weights = abs(total - 1) <= _NEAR
+        if right is None and (not are_weights or _are_near(found.factors, [1 / len(runs)] * len(runs))):
+            leave_open("it is not known over how many values each rank's loss is a mean")
+            return
+        if right is not None and not _are_near(found.factors, right):
+            weighs = mean_of_means(record, step, right, found.factors)
+            report.add([weighs if are_weights else scaled(record, step, total)])
+            return
+        errors.append(found.left)
+    if not errors:
+        leave_open(EVERY_ZERO)
+        return
+    report.remarks.append(f"{because}: {_BY_RANK_REMARK}")
+    _cover(errors, report)
+
+
+def _count(run: Run, step: Event) -> float | None:
+    """Over how many values the losses of one process's step take the mean; None where that is not known.
+
+    A loss that is 1/f of a sum counts as a mean over f values.
+    """
+    losses = [one["terms"] for one in run.rank.of("loss") if one["event"] == step["event"]]
+    terms: list[dict[str, Any]] = [term for each in losses for term in each]
+    if not terms or not all(losses):
+        return None
+    if all(term["mean"] and term["count"] for term in terms):
+        return float(terms[0]["count"]) * len(losses) if len({term["count"] for term in terms}) == 1 else None
+    factors = {term["factor"] for term in terms}
+    is_sum = not any(term["mean"] for term in terms) and len(factors) == 1 and all(len(each) == 1 for each in losses)
+    return 1 / factors.pop() if is_sum and 0.0 not in factors else None
+
+
+# --- one process that takes a step for each rank ----------------------------------------------------
+
+
+def judge_in_turn(record: Record, run: Run, steps: list[Event], report: Report) -> bool:
+    """Compares the gradients of these steps with those of one process that takes N steps for one of the ranks'.
+
+        2 ranks        step 0: samples 0-3 and 4-7       step 1: samples 8-11 and 12-15
+        one process    0-3    4-7                        8-11   12-15
+
+    Each of its steps begins with the parameters that the ranks' step begins with. That its gradients add up to theirs
+    shows that the samples are the same. Returns whether the comparison is conclusive.
+    """
+    taken = [step for step in steps if len(run.turns(step["event"])) == len(record.data.ranks)]  # it may end before
+    sums = [(step, fit) for step in taken if (fit := _sum_of_turns(record, run, step)) is not None]
+    if not all(found.left <= numerics.limit(0.0, record.gradients(step)) for step, found in sums):
+        return False
+    if not all(weight > 0 for _, found in sums for weight in found.factors):
+        return False
+    for step, found in sums:
+        clipped = clipping(record, step)
+        total = sum(found.factors) / (clipped or 1.0)
+        are_equal = all(_is_near(one / found.factors[0], 1.0) for one in found.factors)
+        is_mean = _is_near(total, 1.0) or (clipped is None and total < 1)  # smaller by clipping of an unknown norm
+        if not (are_equal or is_mean) or (are_equal and not are_alike(record, step)):
+            return False
+        if not is_mean:
+            report.add([scaled(record, step, total)])
+            return True
+    if sums:
+        report.remarks.append(IN_TURN_REMARK)
+        _cover([found.left for _, found in sums], report)
+    return bool(sums)
+
+
+def _sum_of_turns(record: Record, run: Run, step: Event) -> numerics.Fit | None:
+    known = vectors(record.gradients(step), run.turns(step["event"]))
+    return None if known is None else numerics.fit(*known)
+
+
+# --- the weights of a mean --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of the ranks in a mean over all their values.
+
+    Attributes:
+        shares: of each; together 1.
+        factor: by which each rank's mean is multiplied in its loss, over all backward passes of a step.
+        is_plain: whether the losses are means and nothing else.
+    """
+
+    shares: tuple[float, ...]
+    factor: float
+    is_plain: bool
+
+
+def weights(record: Record, step: Event) -> Weights | None:
+    """Returns how a mean over all values would weigh the ranks in a step; None where that is not known.
+
+    Means of as many values on every rank count alike; means over different counts by these. A sum leaves it open, and
+    so does a loss whose values may depend on several samples, such as similarities of all pairs.
+    """
+    ranks = _passes(record, step)
+    first = ranks[0]
+    if not first or not first[0] or any(len(passes) != len(first) for passes in ranks):
+        return None
+    every = [terms for passes in ranks for terms in passes]
+    if any(len(terms) != len(first[0]) for terms in every):
+        return None
+    factor: float = sum(float(terms[0]["factor"]) for terms in first)
+    is_plain = len(first) == 1 and len(first[0]) == 1 and factor == 1.0
+    if all(_are_equal_means([terms[number] for terms in every]) for number in range(len(first[0]))):
+        return Weights((1 / len(ranks),) * len(ranks), factor, is_plain)
+    if len(first) == len(first[0]) == 1 and all(_is_mean(terms[0]) for terms in every):
+        counts: list[float] = [float(passes[0][0]["count"]) for passes in ranks]
+        factors = {passes[0][0]["factor"] for passes in ranks}
+        total = sum(counts)
+        if len(factors) == 1 and total:
+            return Weights(tuple(count / total for count in counts), factor, is_plain)
+    return None
+
+
+def are_alike(record: Record, step: Event) -> bool:
+    """Returns whether the losses of all backward passes of a step, on all ranks, are means of as many values."""
+    found = weights(record, step)
+    return found is not None and len(set(found.shares)) == 1
+
+
+def uneven_counts(record: Record, step: Event) -> list[float] | None:
+    """Returns over how many values each rank takes the mean in one term of its loss, where they are not as many."""
+    ranks = _passes(record, step)
+    if any(len(passes) != 1 or len(passes[0]) != len(ranks[0][0]) for passes in ranks):
+        return None
+    for terms in zip(*(passes[0] for passes in ranks), strict=True):
+        counts = [float(term["count"]) for term in terms if _is_mean(term)]
+        if len(counts) == len(ranks) and len(set(counts)) > 1:
+            return counts
+    return None
+
+
+def _passes(record: Record, step: Event) -> list[list[list[dict[str, Any]]]]:
+    """The terms of the losses of a step, by rank and backward pass."""
+    return [
+        [one.get("terms") or [] for one in rank.in_window(step["window"], "backward")] for rank in record.data.ranks
+    ]
+
+
+def _is_mean(term: dict[str, Any]) -> bool:
+    return bool(term["mean"]) and bool(term["count"]) and not _may_be_pairs(term["shape"])
+
+
+def _are_equal_means(terms: list[dict[str, Any]]) -> bool:
+    """Whether one term of all passes is the mean of as many values everywhere, each of which one sample makes."""
+    first = terms[0]
+    equal = all((one["factor"], one["count"]) == (first["factor"], first["count"]) for one in terms)
+    return equal and all(map(_is_mean, terms))
+
+
+def _may_be_pairs(shape: list[int]) -> bool:
+    """Whether there is a column for every row, or several: a row may be a sample, and a column another one."""
+    return len(shape) == 2 and shape[1] >= shape[0] > 1 and shape[1] % shape[0] == 0
+
+
+def _is_near(number: float, right: float) -> bool:
+    return abs(number - right) <= _NEAR * abs(right)
+
+
+def _are_near(weights: Sequence[float], right: Sequence[float]) -> bool:
+    return all(abs(one - other) <= _NEAR for one, other in zip(weights, right, strict=True))
+
+
+# --- findings, and what they depend on --------------------------------------------------------------
+
+
 def scaled(record: Record, step: Event, total: float) -> Finding:
     """Returns the finding for gradients that are a multiple of the mean of the ranks'."""
     return Finding(
@@ -301,14 +354,14 @@ def scaled(record: Record, step: Event, total: float) -> Finding:
 
 
 def mean_of_means(record: Record, step: Event, right: Sequence[float], shares: Sequence[float]) -> Finding:
-    """Returns the finding for ranks that count otherwise in an average than by the number of their values."""
-    told = [", ".join(f"{one:.3f}" for one in each) for each in (right, shares)]
+    """Returns the finding for ranks whose share in an average is not that of their values."""
+    correct, used = (", ".join(f"{one:.3f}" for one in each) for each in (right, shares))
     return Finding(
         code="gradient-differs",
         step=step["event"],
         where=record.ranks[0].backward_of(step),
         cause=f"at step {step['event']} each rank's loss is a mean over its own number of values, and the ranks count "
-        f"{told[1]}: the mean over all values weighs them {told[0]}",
+        f"{used}: the mean over all values weighs them {correct}",
         fix="divide each rank's sum by the number of items of all ranks, times the world size; samestep does it in "
         "batches.mean(losses)",
     )
@@ -316,10 +369,12 @@ def mean_of_means(record: Record, step: Event, right: Sequence[float], shares: S
 
 def clipping(record: Record, event: Event) -> float | None:
     """Returns by what the ranks' gradient was multiplied when its norm was clipped; None where that is not known."""
-    window = record.ranks[0].by_window.get(event["window"], [])
-    told = [min(1.0, one["most"] / (one["norm"] + 1e-6)) for one in window if one["kind"] == "clip"]
-    calls = sum(one["kind"] == "clipping" for one in window)  # the norm of cut gradients is not recorded
-    return 1.0 if not calls and not told else told[0] if len(told) == 1 == max(calls, 1) else None
+    first = record.ranks[0]
+    factors = [min(1.0, one["most"] / (one["norm"] + 1e-6)) for one in first.in_window(event["window"], "clip")]
+    calls = len(first.in_window(event["window"], "clipping"))  # the norm of cut gradients is not recorded
+    if not calls and not factors:
+        return 1.0
+    return factors[0] if len(factors) == 1 == max(calls, 1) else None
 
 
 def brings_together(rank: Rank, step: Event) -> str | None:
@@ -331,9 +386,3 @@ def brings_together(rank: Rank, step: Event) -> str | None:
     backwards = [place for place, one in enumerate(window) if one["kind"] == "backward"]
     before = window[: backwards[-1]] if backwards else []
     return next((one["where"] for one in before if one["kind"] == "collective" and one["op"] in _BRINGING), None)
-
-
-def calls_in(rank: Rank, window: int) -> list[tuple[str, ...]]:
-    """Returns digests of the rows that a rank's models got in a window, for each call; a wrapper tells it again."""
-    events = [event for event in rank.by_window.get(window, []) if event["kind"] == "input" and event["rows"]]
-    return list(dict.fromkeys(tuple(event["rows"]) for event in events))

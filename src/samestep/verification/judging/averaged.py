@@ -1,10 +1,6 @@
 """The compressed gradients of one optimizer step, as the ranks recorded them.
 
-    rank 0   own g₀   owed m₀   ┐                        ┌ ā
-    rank 1   own g₁   owed m₁   ┴──►  codec, declared ──►┴ ā         step with ā, or with what clipping makes of it
-
-The mean of g₀, g₁, … is what would be averaged without compression, and is held against one process; ā is held against
-the codec.
+The mean of the ranks' own is compared with one process, what they were averaged to with the codec.
 """
 
 from __future__ import annotations
@@ -58,7 +54,7 @@ class Averaged:
         )
 
     def got(self) -> list[Any]:
-        """Returns the averaged gradients likewise."""
+        """Returns the averaged gradients, in the optimizer's order, without a scaler's factor."""
         first = ((model[0], self.values(model[:1])[0]["averaged"]) for model in self.models)
         return self._in_order(
             (event, {name: one / event["scale"] for name, one in averaged.items()}) for event, averaged in first
@@ -74,7 +70,7 @@ class Averaged:
 
 
 def _means(own: Sequence[dict[str, Any]], scale: float) -> dict[str, Any]:
-    """Rounded once, to the parts' own type, whose rounding gradients are allowed."""
+    """The means, rounded once, to the parts' own type, whose rounding gradients are allowed."""
     means = {}
     for name, first in own[0].items():
         total = sum(theirs[name].double().to(first.device) for theirs in own)

@@ -1,10 +1,7 @@
-"""The gradients of steps that a script takes by its own code, which may average, or divide, only while it steps.
+"""Finds the gradients of steps that a script takes by its own code, which may average, or divide, while it steps.
 
-    .grad of each rank        after the script's all_reduce and division     its mean
-                              after the all_reduce alone: p -= lr * p.grad / N     N times its mean
-                              the rank's own: averaged in a flat buffer     itself
-
-So what lay there before a step is judged by its direction, and its scale by the update that the step makes of it.
+.grad holds the mean, N times the mean, or the rank's own gradient before such a step: so its direction is compared, and
+its scale by the update that the step makes of it.
 """
 
 from __future__ import annotations
@@ -15,11 +12,8 @@ from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, PROVED, REFUTED, unchecked
 from samestep.verification.journal import Event
-from samestep.verification.judging.record import Record
-from samestep.verification.judging.single import Run
+from samestep.verification.judging.record import Record, Run
 from samestep.verification.report import Report
-
-__all__: list[str] = []
 
 REMARK = "no optimizer of torch.optim steps: a step is a change of parameters in place behind a backward pass"
 WITHIN = "gradients are averaged only while the optimizer steps: the mean of the ranks' own gradients was compared"
@@ -47,8 +41,8 @@ def as_used(record: Record, whole: Run, steps: list[Event], report: Report) -> R
             report.cover("gradients", unchecked(_UNKNOWN))
             return None
         mean, alone = numerics.mean(record.parts(step)), whole.gradients(step["event"])
-        stepped[step["event"]], told = numerics.nearest(mean, alone, record.size)
-        factors |= told
+        stepped[step["event"]], near = numerics.nearest(mean, alone, record.size)
+        factors |= near
         limit = numerics.limit(0.0, mean, record.sent_in(step))
         far = numerics.distance(stepped[step["event"]], alone).whole > limit
         is_far |= far and _are_apart(record, step)
@@ -69,8 +63,8 @@ def as_used(record: Record, whole: Run, steps: list[Event], report: Report) -> R
 
 
 def _are_apart(record: Record, step: Event) -> bool:
-    told = [rank.steps[step["event"]]["gradients"] for rank in record.ranks]
-    return any(len({one.get(name) for one in told}) > 1 for name in step["gradients"])
+    ranks = [event["gradients"] for event in record.events_of_step(step["event"])]
+    return any(len({digests.get(name) for digests in ranks}) > 1 for name in step["gradients"])
 
 
 def _weights(record: Record, whole: Run, step: Event) -> tuple[float, ...] | None:

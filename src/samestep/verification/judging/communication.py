@@ -14,13 +14,10 @@ from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.report import Report
 
-__all__: list[str] = []
-
 _AHEAD = 8  # calls within which two exchanged ones are looked for
 
 
 def judge(record: Record, report: Report) -> None:
-    """Adds what the collectives tell."""
     if record.size < 2:
         report.cover("communication", unchecked("there is one rank"))
         return
@@ -124,8 +121,8 @@ def waited_for(record: Record, rank: int | None, where: str | None) -> tuple[str
     if counts[most.number] <= counts[failed.number]:
         return None
     begun = most.of("backward")[-1]["where"]
-    told = f"rank {most.number} has begun {counts[most.number]} backward passes, rank {rank} {counts[failed.number]}"
-    return begun, f" (it waits in a barrier, while {told})"
+    counted = f"rank {most.number} has begun {counts[most.number]} backward passes, rank {rank} {counts[failed.number]}"
+    return begun, f" (it waits in a barrier, while {counted})"
 
 
 def stuck(record: Record) -> Finding:

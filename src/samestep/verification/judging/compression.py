@@ -36,8 +36,7 @@ from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
 from samestep.verification.journal import Event
-from samestep.verification.judging.record import Record
-from samestep.verification.judging.single import Run
+from samestep.verification.judging.record import Record, Run
 from samestep.verification.report import Report
 
 _NEAR = 1e-3  # of a factor, and of a norm
@@ -72,7 +71,7 @@ def judge(record: Record, whole: Run, report: Report) -> None:
 
 
 def _unjudged(record: Record, steps: Sequence[Event]) -> Iterator[str]:
-    """Why of some optimizer no step can be judged."""
+    """Yields why no step of an optimizer can be judged, for each optimizer of which that is so."""
     reasons: dict[int, list[str | None]] = {}
     for step in steps:
         reasons.setdefault(step["optimizer"], []).append(record.compressed(step).why_not(step))
@@ -230,7 +229,7 @@ def codec_of(declared: Mapping[str, Any]) -> Codec | None:
 
 @contextlib.contextmanager
 def computing_as(event: Event) -> Iterator[None]:
-    """Computes with the threads, and in the precision, of the rank that has told of it: both decide how sums round."""
+    """Computes with the threads, and in the precision, of the rank that has recorded it: both decide how sums round."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     torch.set_num_threads(event["threads"])
     torch.set_float32_matmul_precision(event["precision"])

@@ -30,14 +30,21 @@ from samestep.verification.findings import (
 from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.outcomes import Outcome, Place, outcomes
 from samestep.verification.judging.printed import Alike, Difference, metrics_alike, numbers_of
-from samestep.verification.judging.record import Rank, Record, model_inputs, part_at
+from samestep.verification.judging.record import (
+    Rank,
+    Record,
+    Run,
+    beside_first,
+    both,
+    line_of,
+    model_inputs,
+    part_at,
+    pass_of,
+)
 from samestep.verification.judging.samples import Pass, are_loaded, fills_up, loads_for_all, mean_the_same, passes
-from samestep.verification.judging.single import Run
 from samestep.verification.judging.states import differing, differing_ranks
 from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.report import Report
-
-__all__: list[str] = []
 
 _CHOSEN = {"MAX", "MIN"}  # reductions that bring one rank's number
 _OF_AVERAGES = 1e-2  # of a tensor's norm: so far apart are averages of what has drifted apart by rounding
@@ -47,8 +54,6 @@ _STEADY = 1e-3  # of a number that one process comes to twice
 _CLOSE = 1e-4  # of a sum; the parameters are the same, so this is rounding
 
 _SUMS = "all_reduce the sum over the samples and their number, then divide once; samestep.evaluate(…) does all of it"
-
-Values = dict[tuple[int, str, int], Event]  # what samestep.evaluate has returned, by window, line and number
 
 
 def judge(
@@ -76,13 +81,13 @@ def judge(
         alone = None  # the ranks evaluate different models
     elif out_of_step and loads_for_all(record) is not None:
         alone = None  # it evaluates other weights
-    unplaced = None if alone is None or not alone.ranks else alone
+    unplaced = alone if alone is not None and alone.ranks else None
     alone = None if unplaced is None else _placed(unplaced)
     compared = list(_metrics(record, alone))
     report.add([finding for finding in compared if finding is not None][:1])
-    told = [outcomes(rank) for rank in record.ranks]
-    if not any(told):
-        _judge_buffers(record, told, report, confirmed=False)
+    evaluations = [outcomes(rank) for rank in record.ranks]
+    if not any(evaluations):
+        _judge_buffers(record, evaluations, report, confirmed=False)
         if any(rank.of("metrics") for rank in record.ranks):
             why = "the script did not run alone" if alone is None else "no number of it could be compared"
             report.cover("evaluation", AGREES if compared else unchecked(why))
@@ -90,19 +95,19 @@ def judge(
         report.cover("evaluation", NOT_REACHED if record.is_cut_short else NONE_SEEN)
         return
     theirs = {} if alone is None else outcomes(alone.ranks[0])
-    by_batch = {phase for mine in told for phase, one in mine.items() if one.by_batch}
-    may_differ = by_batch | _drawn_apart(told) | _of_others(record, alone)
+    by_batch = {phase for mine in evaluations for phase, one in mine.items() if one.by_batch}
+    may_differ = by_batch | _drawn_apart(evaluations) | _of_others(record, alone)
     sampled = list(_samples(record))
-    found, printed, sums = _compared(record, told, theirs, may_differ, has_samples=bool(sampled))
+    found, printed, sums = _compared(record, evaluations, theirs, may_differ, has_samples=bool(sampled))
     if (found or printed.unknown) and permuted is not None and permuted().record.ranks:
         steady = _steady(theirs, outcomes(_placed(permuted().record).ranks[0]))
-        found, printed, sums = _compared(record, told, steady, may_differ, has_samples=bool(sampled))
-    gathers = any(one.gathers for mine in told for one in mine.values())
+        found, printed, sums = _compared(record, evaluations, steady, may_differ, has_samples=bool(sampled))
+    gathers = any(one.gathers for mine in evaluations for one in mine.values())
     hidden = bool(sampled) and printed.finest > _PRECISE and not gathers
     confirmed = (printed.alike and not hidden) or (printed.saturated and not sampled)
     confirmed = confirmed or None in [*sums, *compared] or (not found and printed.unnamed)
-    confirmed = confirmed or _agrees_by_itself(record, told, unplaced, miscounts=bool(sampled))
-    of_parts = not any(one.brings_together for mine in told for one in mine.values())
+    confirmed = confirmed or _agrees_by_itself(record, evaluations, unplaced, miscounts=bool(sampled))
+    of_parts = not any(one.brings_together for mine in evaluations for one in mine.values())
     tails = list(_tails(record))
     if found and tails:
         found = tails  # what is left out is the cause
@@ -111,11 +116,13 @@ def judge(
     elif not found and not confirmed:
         found = ([] if of_parts or (hidden and printed.alike) else sampled) or tails
     report.add(found[:1] or [replace(one, severity="note", fix=None) for one in tails])
-    _judge_buffers(record, told, report, confirmed=confirmed and not found)
+    _judge_buffers(record, evaluations, report, confirmed=confirmed and not found)
     if confirmed:
         report.cover("evaluation", AGREES)
-    elif unseen := _unseen(record) or _incomparable(printed, record, by_batch=bool(by_batch), of_parts=of_parts):
+    elif unseen := next(filter(None, (_filled_and_gathered(group, record) for group in _splits(record))), None):
         report.cover("evaluation", unchecked(unseen))
+    elif reason := _incomparable(printed, record, by_batch=bool(by_batch), of_parts=of_parts):
+        report.cover("evaluation", unchecked(reason))
     elif sampled:
         report.cover("evaluation", unchecked(f"{sampled[0].cause}, and what is printed has too few digits to show it"))
     else:
@@ -127,12 +134,12 @@ def _counted(record: Record, alone: Record | None) -> Iterator[Finding]:
 
     Without a DataLoader, one process may have other samples by then, of environments that actions have changed.
     """
-    told = {} if alone is None or not alone.ranks else {_count_of(one): one for one in alone.ranks[0].of("counted")}
-    for mine in record.ranks[0].of("counted") if record.ranks else ():
-        theirs = told.get(_count_of(mine))
-        if theirs is None or len(theirs["values"]) != len(mine["values"]) or theirs["window"] != mine["window"]:
+    if alone is None:
+        return
+    for _, theirs, mine in both(_counts(alone), _counts(record)):
+        if len(theirs["values"]) != len(mine["values"]) or theirs["window"] != mine["window"]:
             continue
-        if alone is not None and _has_other_samples(record, alone, mine["window"]):
+        if _has_other_samples(record, alone, mine["window"]):
             return
         sizes = {1, record.size, _size(mine["group"], record.size)}
         for one, other in zip(mine["values"], theirs["values"], strict=True):
@@ -149,22 +156,22 @@ def _has_other_samples(record: Record, alone: Record, until: int) -> bool:
     return mine != theirs
 
 
-def _count_of(event: Event) -> tuple[str, int]:
-    return event["where"], event["number"]
+def _counts(record: Record) -> dict[tuple[str, int], Event]:
+    return {(event["where"], event["number"]): event for rank in record.ranks[:1] for event in rank.of("counted")}
 
 
 def _compared(
     record: Record,
-    told: list[dict[str, Outcome]],
+    evaluations: list[dict[str, Outcome]],
     theirs: dict[str, Outcome],
     may_differ: set[str],
     *,
     has_samples: bool,
 ) -> tuple[list[Finding], Alike, list[Finding | None]]:
     """Compares sums and lines with one process's: returns what is wrong, how lines compare, and sums one by one."""
-    sums = _sums(record, told[0], theirs, may_differ)
+    sums = _sums(record, evaluations[0], theirs, may_differ)
     printed = metrics_alike(
-        [_lines(one) for one in told], _lines(theirs), may_differ, known=None in sums, miscounts=has_samples
+        [_lines(one) for one in evaluations], _lines(theirs), may_differ, known=None in sums, miscounts=has_samples
     )
     is_right = printed.whole and not printed.different and not has_samples
     found = [] if is_right else [one for one in sums if one is not None]
@@ -211,9 +218,7 @@ def judge_swapped(record: Record, whole: Run, permuted: Callable[[], Run], repor
         report: to add to.
     """
     for window, mine, where in _swapped(whole):
-        state = record.state(window)
-        theirs = {} if state is None else {n: one for each in state["parameters"].values() for n, one in each.items()}
-        theirs = {name: one for name, one in theirs.items() if name in mine and one.shape == mine[name].shape}
+        theirs = {name: one for name, own, one in both(mine, record.parameters(window)) if one.shape == own.shape}
         if not theirs or _were_made(record, theirs) or _evaluate_others(record, window):
             continue
         apart = numerics.distance(theirs, {name: mine[name] for name in theirs})
@@ -227,15 +232,17 @@ def judge_swapped(record: Record, whole: Run, permuted: Callable[[], Run], repor
 
 
 def _swapped(run: Run) -> Iterator[tuple[int, dict[str, Any], str]]:
-    for event in run.record.ranks[0].of("swapped") if run.record.ranks else ():
+    for event in run.rank.of("swapped"):
         if event["kept"] is not None:
             yield event["window"], run.record.value(0, event["kept"]), event["where"]
 
 
 def _evaluate_others(record: Record, window: int) -> bool:
     """Whether ranks evaluate with parameters of their own there, as in a search."""
-    told = [[one for one in rank.of("evaluates") if int(one["phase"].split(".")[0]) <= window] for rank in record.ranks]
-    return all(told) and differing_ranks([events[-1] for events in told], "parameters") is not None
+    evaluations = [
+        [one for one in rank.of("evaluates") if int(one["phase"].split(".")[0]) <= window] for rank in record.ranks
+    ]
+    return all(evaluations) and differing_ranks([events[-1] for events in evaluations], "parameters") is not None
 
 
 def _were_made(record: Record, values: dict[str, Any]) -> bool:
@@ -243,8 +250,8 @@ def _were_made(record: Record, values: dict[str, Any]) -> bool:
     rank = record.ranks[0]
     known: dict[str, set[str]] = {}
     for step in rank.steps:
-        for told in (step["parameters"], step["after"] or {}):
-            for name, one in told.items():
+        for parameters in (step["parameters"], step["after"] or {}):
+            for name, one in parameters.items():
                 known.setdefault(name, set()).add(one)
     for name, value in values.items():
         place = place_of(next(iter(known.get(name, ())), None))
@@ -268,13 +275,15 @@ def _evaluated_apart(step: int, apart: numerics.Distance, where: str) -> Finding
     )
 
 
-def _agrees_by_itself(record: Record, told: list[dict[str, Outcome]], alone: Record | None, *, miscounts: bool) -> bool:
+def _agrees_by_itself(
+    record: Record, evaluations: list[dict[str, Outcome]], alone: Record | None, *, miscounts: bool
+) -> bool:
     """Whether one process comes to the ranks' numbers with weights of its own, which differ from theirs by rounding."""
     if alone is None:
         return False
     theirs = outcomes(alone.ranks[0])
-    lines = metrics_alike([_lines(one) for one in told], _lines(theirs))
-    sums = _sums(record, told[0], theirs, set())
+    lines = metrics_alike([_lines(one) for one in evaluations], _lines(theirs))
+    sums = _sums(record, evaluations[0], theirs, set())
     return (lines.whole and not miscounts) or (bool(sums) and all(one is None for one in sums))
 
 
@@ -282,8 +291,8 @@ def _drawn_apart(ranks: list[dict[str, Outcome]]) -> set[str]:
     """The phases in which ranks draw other numbers: rollouts of a policy, of which one process has one rank's."""
     found = set()
     for phase in ranks[0]:
-        told = [mine[phase] for mine in ranks if phase in mine]
-        drew = [{event["drew"] for event in [*one.sums.values(), *one.lines.values()]} for one in told]
+        same_phase = [mine[phase] for mine in ranks if phase in mine]
+        drew = [{event["drew"] for event in [*one.sums.values(), *one.lines.values()]} for one in same_phase]
         drew = [one for one in drew if one]
         if any(one != drew[0] for one in drew):
             found.add(phase)
@@ -339,18 +348,18 @@ def _printed(difference: Difference, record: Record) -> Finding:
 
 def _tails(record: Record) -> Iterator[Finding]:
     """Evaluations whose loader leaves the last samples out, on every rank."""
-    evaluated = {(event["key"], event["number"]) for event in record.ranks[0].of("evaluated")}
-    mine = [{(one.about["key"], one.about["number"]): one for one in passes(rank)} for rank in record.ranks]
-    for name, one in mine[0].items():
-        if name not in evaluated or one.is_training or not one.about["drop_last"]:
+    evaluated = {pass_of(event) for event in record.ranks[0].of("evaluated")}
+    mine = [{one.key: one for one in passes(rank)} for rank in record.ranks]
+    for key, one in mine[0].items():
+        if key not in evaluated or one.is_training or not one.about["drop_last"]:
             continue
-        group = [theirs[name] for theirs in mine if name in theirs]
-        size, known = one.about["samples"], all(each.complete and each.indices is not None for each in group)
-        missing = size - len({index for each in group for index in each.indices or ()}) if size and known else 0
+        group = [theirs[key] for theirs in mine if key in theirs]
+        size, known = one.size or 0, all(each.complete and each.indices is not None for each in group)
+        missing = size - len({index for each in group for index in each.indices or ()}) if known else 0
         if missing > 0 and missing not in _beside(one, record):
             yield Finding(
                 code="evaluation-inexact",
-                where=one.about["key"].rpartition("#")[0],
+                where=one.line,
                 cause=f"{missing} of {plural(size, 'sample')} are in no batch: drop_last",
                 fix="drop_last=False for evaluation",
             )
@@ -358,7 +367,7 @@ def _tails(record: Record) -> Iterator[Finding]:
 
 
 def _placed(alone: Record) -> Record:
-    """What the script alone evaluates with the recorded weights; steps of its own bring it to others, by rounding."""
+    """Returns what the script alone evaluates with the recorded weights; its own differ from them by rounding."""
     ranks = [Rank(rank.number, [one for one in rank.events if one.get("placed", True)]) for rank in alone.ranks]
     return Record(alone.folder, ranks)
 
@@ -366,35 +375,26 @@ def _placed(alone: Record) -> Record:
 def _metrics(record: Record, alone: Record | None) -> Iterator[Finding | None]:
     """What samestep.evaluate has returned, on the ranks and alone, from the same weights; None where it agrees."""
     theirs = {} if alone is None else _returned(alone)
-    for place, here in _returned(record).items():
-        for name in here["metrics"].keys() & theirs.get(place, {"metrics": {}})["metrics"].keys():
-            mine, other = here["metrics"][name], theirs[place]["metrics"][name]
+    for _, here, there in both(_returned(record), theirs):
+        for _, mine, other in both(here["metrics"], there["metrics"]):
             yield None if _close(mine, other) else _inexact(here["where"], mine, other, 1)
 
 
-def _returned(record: Record) -> Values:
+def _returned(record: Record) -> dict[tuple[Any, ...], Event]:
     """(window, line, how many there before) -> what samestep.evaluate has returned."""
-    seen: Counter[tuple[int, str]] = Counter()
-    returned: Values = {}
-    for event in record.ranks[0].of("metrics"):
-        place = (event["window"], event["where"])
-        returned[(*place, seen[place])] = event
-        seen[place] += 1
-    return returned
+    return _numbered(record.ranks[0].of("metrics"), lambda event: (event["window"], event["where"]))
 
 
-def _judge_buffers(record: Record, told: list[dict[str, Outcome]], report: Report, *, confirmed: bool) -> None:
+def _judge_buffers(record: Record, evaluations: list[dict[str, Outcome]], report: Report, *, confirmed: bool) -> None:
     """Adds the first buffers with which a rank evaluates otherwise than rank 0.
 
     What a rank comes to with statistics of its own is an error where it counts: its numbers are brought together, or
     printed. Other buffers, a counter say, do no harm where the evaluation comes to one process's numbers.
     """
-    held = [{(event["key"], event["number"]): event for event in rank.of("buffers")} for rank in record.ranks]
-    for rank, theirs in enumerate(held[1:], 1):
-        for place, event in theirs.items():
-            if place not in held[0] or not (bad := differing(held[0][place]["digests"], event["digests"])):
-                continue
-            outcome = told[rank].get(event["phase"]) if "phase" in event else None
+    held = [{pass_of(event): event for event in rank.of("buffers")} for rank in record.ranks]
+    for rank, place, first, event in beside_first(held):
+        if bad := differing(first["digests"], event["digests"]):
+            outcome = evaluations[rank].get(event["phase"]) if "phase" in event else None
             counts = outcome is None or outcome.brings_together or bool(outcome.lines)
             is_used = counts and (not confirmed or any(name.endswith(STATISTICS) for name in bad))
             found = _buffers(record, rank, place[0], bad)
@@ -406,60 +406,63 @@ def _judge_buffers(record: Record, told: list[dict[str, Outcome]], report: Repor
 
 def _averaged(record: Record) -> Iterator[Finding]:
     """Whether ranks use a model that no optimizer steps, such as an average of the weights, with equal values."""
-    told: list[dict[tuple[int, int], Event]] = []
-    for rank in record.ranks:
-        seen: Counter[int] = Counter()
-        told.append({})
-        for event in rank.of("averaged"):
-            told[-1][event["window"], seen[event["window"]]] = event
-            seen[event["window"]] += 1
-    for rank, theirs in zip(record.ranks[1:], told[1:], strict=True):
-        for place in sorted(theirs.keys() & told[0].keys()):
-            mine, other = told[0][place]["digests"], theirs[place]["digests"]
-            if mine.keys() == other.keys() and (bad := differing(mine, other)):
-                yield Finding(
-                    code="parameters-diverged",
-                    property="evaluation",
-                    rank=rank.number,
-                    step=place[0] - 1,
-                    tensor=bad[0],
-                    where=theirs[place]["where"],
-                    cause=f"behind step {place[0] - 1} rank {rank.number} uses other values than rank 0 in "
-                    f"{listed(bad)}, which no optimizer holds: an average of the weights that some ranks do not "
-                    "update, or from other weights",
-                    fix="update the average on every rank, behind the step and once all ranks have its parameters",
-                )
-                return
+    used = [_numbered(rank.of("averaged"), lambda event: (event["window"],)) for rank in record.ranks]
+    for rank, place, first, other in sorted(beside_first(used), key=lambda pair: pair[:2]):
+        mine, theirs = first["digests"], other["digests"]
+        if mine.keys() == theirs.keys() and (bad := differing(mine, theirs)):
+            step, number = place[0] - 1, record.ranks[rank].number
+            yield Finding(
+                code="parameters-diverged",
+                property="evaluation",
+                rank=number,
+                step=step,
+                tensor=bad[0],
+                where=other["where"],
+                cause=f"behind step {step} rank {number} uses other values than rank 0 in {listed(bad)}, which no "
+                "optimizer holds: an average of the weights that some ranks do not update, or from other weights",
+                fix="update the average on every rank, behind the step and once all ranks have its parameters",
+            )
+            return
+
+
+def _numbered(events: list[Event], place: Callable[[Event], tuple[Any, ...]]) -> dict[tuple[Any, ...], Event]:
+    """Returns events by their place and how many there are before at the same place."""
+    seen: Counter[tuple[Any, ...]] = Counter()
+    found: dict[tuple[Any, ...], Event] = {}
+    for event in events:
+        at = place(event)
+        found[(*at, seen[at])] = event
+        seen[at] += 1
+    return found
 
 
 def _loaded_apart(record: Record) -> Iterator[Finding]:
     """Whether ranks evaluate with other parameters, since they have loaded others: the best of each rank's own, say."""
-    told = [{event["phase"]: event for event in rank.of("evaluates")} for rank in record.ranks]
-    first = record.ranks[0] if record.ranks else Rank(0, [])
-    for rank, theirs in zip(record.ranks[1:], told[1:], strict=True):
-        for phase in [phase for phase in told[0] if phase in theirs]:
-            both = [(first, told[0][phase]), (rank, theirs[phase])]
-            bad = differing_ranks([event for _, event in both], "parameters")
-            loads = [event["loaded"] for _, event in both if event["loaded"] is not None]
-            if bad is not None and loads and all(_had(one, event, bad[1][0]) for one, event in both):
-                yield Finding(
-                    code="parameters-diverged",
-                    property="evaluation",
-                    rank=rank.number,
-                    tensor=bad[1][0],
-                    where=loads[0],
-                    cause=f"rank {rank.number} evaluates with other values than rank 0 in {listed(bad[1])}: the ranks "
-                    "have loaded different ones",
-                    fix="choose what is loaded by what all ranks know: reduce the metric before it is compared",
-                )
-                return
+    used = [{event["phase"]: event for event in rank.of("evaluates")} for rank in record.ranks]
+    for place, _, first, other in beside_first(used):
+        sides = [(record.ranks[0], first), (record.ranks[place], other)]
+        bad = differing_ranks([first, other], "parameters")
+        loads = [event["loaded"] for event in (first, other) if event["loaded"] is not None]
+        if bad is not None and loads and all(_had(rank, event, bad[1][0]) for rank, event in sides):
+            number = record.ranks[place].number
+            yield Finding(
+                code="parameters-diverged",
+                property="evaluation",
+                rank=number,
+                tensor=bad[1][0],
+                where=loads[0],
+                cause=f"rank {number} evaluates with other values than rank 0 in {listed(bad[1])}: the ranks have "
+                "loaded different ones",
+                fix="choose what is loaded by what all ranks know: reduce the metric before it is compared",
+            )
+            return
 
 
 def _had(rank: Rank, event: Event, name: str) -> bool:
     """Whether a rank had the value with which it evaluates at some step, and did not make it for that."""
     digest, plain = event["parameters"][name], name.rpartition(": ")[2]
-    told = [one for step in rank.steps for one in (step["parameters"], step["after"] or {})]
-    return any(digest in (one.get(name), one.get(plain)) for one in told)
+    states = [one for step in rank.steps for one in (step["parameters"], step["after"] or {})]
+    return any(digest in (one.get(name), one.get(plain)) for one in states)
 
 
 def _buffers(record: Record, rank: int, key: str, bad: list[str]) -> Finding:
@@ -467,7 +470,7 @@ def _buffers(record: Record, rank: int, key: str, bad: list[str]) -> Finding:
         code="buffers-diverged",
         rank=record.ranks[rank].number,
         tensor=bad[0],
-        where=key.rpartition("#")[0],
+        where=line_of(key),
         cause=f"rank {record.ranks[rank].number} evaluates with other values than rank 0 in {listed(bad, 'buffer')}: "
         "each rank has the statistics of its own batches",
         fix="broadcast the buffers from rank 0 before an evaluation, evaluate through the wrapped model, or use "
@@ -479,7 +482,7 @@ def _sums(
     record: Record, mine: dict[str, Outcome], theirs: dict[str, Outcome], by_batch: set[str]
 ) -> list[Finding | None]:
     """Compares sums of the same data: a finding for each that differs, None for each that agrees."""
-    told: list[Finding | None] = []
+    found: list[Finding | None] = []
     ours = {event["where"] for event in record.ranks[0].of("metrics")}  # what samestep.evaluate sums up is its business
     for phase, one in mine.items():
         if phase not in theirs or one.loaders != theirs[phase].loaders:
@@ -493,8 +496,8 @@ def _sums(
             if bad is None and here["reduce"] in _CHOSEN:
                 continue  # that they have one maximum, or stop at once, says little of the rest
             if bad is None or (here["drew"] == there["drew"] and phase not in by_batch):
-                told.append(None if bad is None else _inexact(here["where"], *bad, record.size))
-    return told
+                found.append(None if bad is None else _inexact(here["where"], *bad, record.size))
+    return found
 
 
 def _size(group: str, size: int) -> int:
@@ -532,8 +535,8 @@ def _inexact(where: str, mine: float, theirs: float, size: int) -> Finding:
 
 def _splits(record: Record) -> Iterator[list[Pass]]:
     """Yields the passes of evaluations whose samples the ranks have split between them, one list for each."""
-    evaluated = {(event["key"], event["number"]) for rank in record.ranks for event in rank.of("evaluated")}
-    mine = [{(one.about["key"], one.about["number"]): one for one in passes(rank)} for rank in record.ranks]
+    evaluated = {pass_of(event) for rank in record.ranks for event in rank.of("evaluated")}
+    mine = [{one.key: one for one in passes(rank)} for rank in record.ranks]
     for name in sorted(evaluated):
         group = [theirs[name] for theirs in mine if name in theirs]
         if len(group) < record.size or not all(one.complete for one in group) or not mean_the_same(group, record):
@@ -541,13 +544,13 @@ def _splits(record: Record) -> Iterator[list[Pass]]:
         if any(one.is_training for one in group):
             continue
         parts = [set(one.indices or []) for one in group]
-        whole = all(len(part) == one.about["samples"] for part, one in zip(parts, group, strict=True))
+        whole = all(len(part) == one.size for part, one in zip(parts, group, strict=True))
         if not whole and not (group[0].about["drop_last"] and all(part == parts[0] for part in parts)):
             yield group  # else each evaluates all it has, but for a tail
 
 
 def _samples(record: Record) -> Iterator[Finding]:
-    """Such passes with samples too many or too few."""
+    """Yields what is wrong with such passes that have too many samples or too few."""
     for group in _splits(record):
         if _filled_and_gathered(group, record) is None:
             yield from _split(group, _beside(group[0], record))
@@ -555,16 +558,13 @@ def _samples(record: Record) -> Iterator[Finding]:
 
 def _beside(one: Pass, record: Record) -> set[int | None]:
     """How many samples the other loaders of an evaluation have: one of them may bring what was left out."""
-    told = record.ranks[0].of("evaluated")
-    mine = one.about["key"], one.about["number"]
-    phases = {event["phase"] for event in told if (event["key"], event["number"]) == mine}
-    keys = {(event["key"], event["number"]) for event in told if event["phase"] in phases} - {mine}
-    return {two.about["samples"] for two in passes(record.ranks[0]) if (two.about["key"], two.about["number"]) in keys}
+    phases = _phases_of(one, record)
+    keys = {pass_of(event) for event in record.ranks[0].of("evaluated") if event["phase"] in phases} - {one.key}
+    return {other.size for other in passes(record.ranks[0]) if other.key in keys}
 
 
-def _unseen(record: Record) -> str | None:
-    """Why nobody can say what an evaluation comes to."""
-    return next(filter(None, (_filled_and_gathered(group, record) for group in _splits(record))), None)
+def _phases_of(one: Pass, record: Record) -> set[str]:
+    return {event["phase"] for event in record.ranks[0].of("evaluated") if pass_of(event) == one.key}
 
 
 def _filled_and_gathered(group: list[Pass], record: Record) -> str | None:
@@ -572,21 +572,20 @@ def _filled_and_gathered(group: list[Pass], record: Record) -> str | None:
 
     accelerate's gather_for_metrics does, and its gather does not: the collective is the same.
     """
-    name = group[0].about["key"], group[0].about["number"]
-    phases = {event["phase"] for event in record.ranks[0].of("evaluated") if (event["key"], event["number"]) == name}
+    phases, cut_by = _phases_of(group[0], record), group[0].about.get("cut_by")
     gathers = any("rows" in event for event in record.ranks[0].of("collected") if event["phase"] in phases)
-    if group[0].about.get("cut_by") is None or not gathers or not fills_up(group):
+    if cut_by is None or not gathers or not fills_up(group):
         return None
     extra = sum(len(one.indices or []) for one in group) - group[0].about["samples"]
     what = "sample comes" if extra == 1 else "samples come"
     return (
-        f"{extra} {what} twice, since {group[0].about['cut_by']} fills the ranks' last batches up, and whether what is "
-        "gathered keeps them was not seen"
+        f"{extra} {what} twice, since {cut_by} fills the ranks' last batches up, and whether what is gathered keeps "
+        "them was not seen"
     )
 
 
 def _split(group: list[Pass], beside: set[int | None]) -> Iterator[Finding]:
-    size = group[0].about["samples"]
+    size = group[0].size
     if size is None:
         return
     counts = Counter(index for one in group for index in one.indices or [])

@@ -1,7 +1,6 @@
 """Whether the script alone takes its steps at the same batches as the ranks, and as many.
 
-ranks    b0 │ b1 │ b2 │ b3 │ end        a decision to skip, or to stop, may depend on the weights: it is held against
-alone    b0 │ b1   b2 │ b3 │ b4 …       the ranks' only where one process had theirs
+A decision to skip a step, or to stop, may depend on the weights, so it is judged only where one process had the ranks'.
 """
 
 from __future__ import annotations
@@ -14,32 +13,24 @@ from functools import cached_property
 from samestep.text import plural
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
-from samestep.verification.judging.record import Rank, Record, model_inputs
+from samestep.verification.judging.record import Rank, Record, Run, model_inputs, place_of_draw
 from samestep.verification.judging.resumed import resumed
 from samestep.verification.judging.samples import are_loaded, passes
-from samestep.verification.judging.single import Run
-
-__all__: list[str] = []
 
 _TOGETHER = "let the decision depend on what all ranks know: reduce it"
 
 
 @dataclass
 class InStep:
-    """Of the ranks and the script alone, which is given their batches.
-
-    Attributes:
-        record: of the ranks.
-        whole: the script alone.
-    """
+    """Compares the steps of the ranks with those of the script alone, `whole`, which is given their batches."""
 
     record: Record
     whole: Run
 
     @cached_property
     def _apart(self) -> list[Event]:
-        """What the script alone has told of steps that it ends at other batches."""
-        return self.whole.record.ranks[0].of("out_of_step") if self.whole.record.ranks else []
+        """What the script alone has recorded of steps that it ends at other batches."""
+        return self.whole.rank.of("out_of_step")
 
     @property
     def _skips(self) -> bool:
@@ -48,9 +39,9 @@ class InStep:
 
     @cached_property
     def astray(self) -> set[int]:
-        """The windows that it ends at other batches since a scaler finds its scale, one process another."""
-        told = [(event["window"], event["own"]) for event in self._apart] if self._skips else []
-        return {window for ends in told for window in range(min(ends), max(ends) + 1)}
+        """The windows that it ends at other batches because its scaler finds another scale."""
+        spans = [(event["window"], event["own"]) for event in self._apart] if self._skips else []
+        return {window for ends in spans for window in range(min(ends), max(ends) + 1)}
 
     @property
     def is_in_step(self) -> bool:
@@ -82,7 +73,7 @@ class InStep:
             return None
         if self.whole.apart is not None:
             return f"from step {_begin(first)} on one process, with the samples of one rank, steps at other batches"
-        if (draws := self._draws_others) is not None:
+        if (draws := chance_of(self.whole)) is not None:
             return f"from step {_begin(first)} on one process steps at other batches; {draws}"
         if first["placed"] or skipper(self.record) is not None:
             return None
@@ -91,12 +82,7 @@ class InStep:
     @property
     def may_become_known(self) -> bool:
         """Whether it is not known, and would be if one process had the ranks' weights in all steps."""
-        return self.unknown is not None and self._draws_others is None and self.whole.apart is None
-
-    @property
-    def _draws_others(self) -> str | None:
-        """Why the ranks' random numbers could not be handed to one process, where it draws some."""
-        return chance_of(self.whole)
+        return self.unknown is not None and chance_of(self.whole) is None and self.whole.apart is None
 
     @property
     def _is_a_difference(self) -> bool:
@@ -138,9 +124,9 @@ class InStep:
 
         Steps are counted where the ranks' batches are given to it: else it takes as many as it likes.
         """
-        alone = next(iter(self.whole.record.ranks), None)
+        alone = self.whole.rank
         is_whole = all(rank.is_complete for rank in self.record.ranks) and not self.record.is_cut_short
-        if alone is None or alone.ended is None or not is_whole or not _reads_alone(self.record, alone):
+        if alone.ended is None or not is_whole or not _reads_alone(self.record, alone):
             return None
         if self.record.uneven is not None or alone.ended["error"] is not None or self.whole.has_failed:
             return None
@@ -152,18 +138,13 @@ class InStep:
         return False if taken < steps else None
 
     @property
-    def _is_placed_at_the_end(self) -> bool:
-        """Whether one process had the ranks' weights in all steps."""
-        return all(event["kept"] is not None for event in self.record.ranks[0].of("window"))
-
-    @property
     def _unknown_end(self) -> str | None:
         if self._goes_on is None:
             return None
-        if (draws := self._draws_others) is not None:
+        if (draws := chance_of(self.whole)) is not None:
             return f"one process ends after another number of steps; {draws}"
-        if self._is_placed_at_the_end:
-            return None
+        if all(event["kept"] is not None for event in self.record.ranks[0].of("window")):
+            return None  # it had the ranks' weights in all steps
         return "one process, with weights of its own, ends after another number of steps"
 
     def _ends(self) -> Iterator[Finding]:
@@ -186,11 +167,11 @@ def _begin(event: Event) -> int:
 
 def chance_of(whole: Run) -> str | None:
     """Returns why the ranks' random numbers could not be handed to one process; None where they could."""
-    events = [event for rank in whole.record.ranks for event in rank.of("chance")]
-    if not events:
+    event = next(iter(whole.rank.of("chance")), None)
+    if event is None:
         return None
-    where = events[0]["place"].partition("|")[2].rpartition("|")[0]  # a path may have one too
-    return f"each rank draws by itself at {where} ({events[0]['name']}), and one process cannot draw the same"
+    where = place_of_draw(event)[1]
+    return f"each rank draws by itself at {where} ({event['name']}), and one process cannot draw the same"
 
 
 def _reads_alone(record: Record, alone: Rank) -> bool:
@@ -206,15 +187,14 @@ def _reads_alone(record: Record, alone: Rank) -> bool:
 
 def skipper(record: Record) -> int | None:
     """Returns the first rank that goes on to its next batch without a backward pass where others have one."""
-    told = [_used(rank) for rank in record.ranks]
-    for used in zip(*told, strict=False):
+    for used in zip(*map(_used, record.ranks), strict=False):
         if True in used and False in used:
             return record.ranks[used.index(False)].number
     return None
 
 
 def _used(rank: Rank) -> list[bool]:
-    """Of each training batch but the last, whether a backward pass came before the next one."""
+    """Whether a backward pass came before the next batch, for each training batch but the last."""
     used: list[bool] = []
     for event in rank.of("batch", "backward"):
         if event["kind"] == "batch" and event["training"]:

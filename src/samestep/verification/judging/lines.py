@@ -1,10 +1,9 @@
-"""The line at which ranks first compute something else than one process does, from the same samples and weights.
+"""Finds the line at which ranks first compute something else than one process does, from the same samples and weights.
 
     one process    a
     ranks          r₀ … r_N      copies of a, parts of it along a dim, or numbers whose mean, sum or norm it is
 
-A line whose results are none of these differs, and so does a loss that is a sum where the average needs a mean. Looked
-for only where an outcome differs, in runs of their own: it is the place of a mistake, and no evidence by itself.
+A line whose results are none of these differs. It is looked for only where an outcome differs.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +19,11 @@ from torch import Tensor
 
 from samestep.instrument.collectives import TRACED_CALLS
 from samestep.verification.findings import Finding
+from samestep.verification.judging.causes import located
 from samestep.verification.judging.explanations import ADDED_UP
-from samestep.verification.judging.record import Record
-from samestep.verification.judging.single import Run
+from samestep.verification.judging.record import Record, Run
 from samestep.verification.numerics import in_turns
 from samestep.verification.recording.lines import EVALUATION, FORWARD, GRADIENTS, STEP
-
-__all__: list[str] = []
 
 _NEAR = 1e-3  # of a tensor's norm
 _LOOKED_AT = {"gradients": (FORWARD, GRADIENTS), "updates": (STEP,), "evaluation": (EVALUATION,), "data": (FORWARD,)}
@@ -60,18 +57,12 @@ class Line:
 
     @property
     def where(self) -> str:
-        """The user's line."""
         return self.place[1]
 
 
 @dataclass
 class Lines:
-    """Of the ranks and the script alone, in runs that kept them.
-
-    Attributes:
-        ranks: recorded once more.
-        alone: the script alone, beside them.
-    """
+    """Compares what lines have computed on the ranks and in the script alone, in runs that kept it."""
 
     ranks: Record
     alone: Run
@@ -80,27 +71,25 @@ class Lines:
         """Returns a finding with the line that is to blame, where one is found."""
         lines = self._of(_LOOKED_AT[finding.property])
         if ADDED_UP in finding.cause:
-            terms = [line for line in lines if line.is_loss and line.relation == "copies"]
-            told = "what this line brings every rank has whole, and so it counts once for each"
-            return _at(finding, terms[-1].where if terms else None, told)
-        of_samples = finding.property == "data"
-        line = (_of_loss(lines) if finding.property == "gradients" else None) or _first_apart(
-            lines, all_lines=of_samples
-        )
-        brought = _brought_apart(lines) if finding.property == "gradients" else None
-        line = min((one for one in (brought, line) if one is not None), key=lines.index, default=None)
-        if line is not None and finding.property == "gradients":  # what is made of the samples, of no parameter
-            line = _first_apart(lines[: lines.index(line)], all_lines=True) or line
+            terms = [line.where for line in lines if line.is_loss and line.relation == "copies"]
+            why = "what this line brings every rank has whole, and so it counts once for each"
+            return located(finding, terms[-1] if terms else None, why)
+        if finding.property == "gradients":
+            line = _of_gradients(lines)
+            if line is None:
+                why = "what is brought together at this line carries no gradient to the other ranks"
+                return located(finding, self._without_gradient(), why)
+        else:
+            line = _first_apart(lines, all_lines=finding.property == "data")
         if line is None:
-            told = "what is brought together at this line carries no gradient to the other ranks"
-            return _at(finding, self._without_gradient() if finding.property == "gradients" else None, told)
+            return finding
         if line.summed is not None:
-            told = f"this line writes a sum over the ranks into what {line.where} adds to: what was there counts again"
-            return _at(finding, line.summed, told)
-        told = "the first result that is not as in one process is that of this line"
+            why = f"this line writes a sum over the ranks into what {line.where} adds to: what was there counts again"
+            return located(finding, line.summed, why)
+        why = "the first result that is not as in one process is that of this line"
         if line.relation == "sum":
-            told = "what this line brings is, over the ranks, a sum where their average needs a mean"
-        return _at(finding, line.where, told)
+            why = "what this line brings is, over the ranks, a sum where their average needs a mean"
+        return located(finding, line.where, why)
 
     def _of(self, segments: Sequence[str]) -> list[Line]:
         """The lines that all processes have come by equally often, in the order of the one."""
@@ -127,19 +116,16 @@ class Lines:
         return next(found, None)
 
 
-def _at(finding: Finding, where: str | None, told: str) -> Finding:
-    if not where or where == finding.where:
-        return finding
-    behind = f" (shows at {finding.where})" if finding.where else ""
-    return replace(finding, where=where, cause=f"{finding.cause}; {told}{behind}")
-
-
 def _traces(record: Record) -> list[list[Trace]]:
     """What each rank's lines have brought in the step, or in one evaluation after the other."""
-    kept = [
-        [(rank.number, one["kept"]) for one in rank.of("lines") if one["kept"] is not None] for rank in record.ranks
+    return [
+        [
+            {one["place"]: one for one in record.value(rank.number, event["kept"])}
+            for event in rank.of("lines")
+            if event["kept"] is not None
+        ]
+        for rank in record.ranks
     ]
-    return [[{one["place"]: one for one in record.value(*each)} for each in theirs] for theirs in kept]
 
 
 def _lines(alone: Trace, ranks: Sequence[Trace], segments: Sequence[str]) -> Iterator[Line]:
@@ -177,6 +163,15 @@ def _first_apart(lines: list[Line], *, all_lines: bool = False) -> Line | None:
     first = next((place for place, line in enumerate(counted) if line.relation is None), None)
     agree = [line for line in counted[: first or 0] if line.relation not in {None, "unknown"}]
     return counted[first] if first is not None and agree else None
+
+
+def _of_gradients(lines: list[Line]) -> Line | None:
+    """The line that makes gradients differ, or an earlier one that makes of the samples what it needs."""
+    found = [line for line in (_brought_apart(lines), _of_loss(lines) or _first_apart(lines)) if line is not None]
+    if not found:
+        return None
+    line = min(found, key=lines.index)
+    return _first_apart(lines[: lines.index(line)], all_lines=True) or line
 
 
 def _brought_apart(lines: list[Line]) -> Line | None:

@@ -1,10 +1,6 @@
-"""Ranks that step by themselves and average their parameters now and then, as their script declares.
+"""Compares ranks that step by themselves and average their parameters now and then, as their script declares.
 
-    rank 0   own gradient, step │ own gradient, step │ average │ …
-    rank 1   own gradient, step │ own gradient, step │ average │ …      alike behind an average, and not before
-
-No process takes the same steps, and none is meant to. What is held against one process is the gradient of the first
-rank, or of the ranks that have averaged theirs with it: with their samples, from its parameters.
+One process takes the samples of the first rank, or of the ranks that have averaged their gradients with it.
 """
 
 from __future__ import annotations
@@ -17,8 +13,6 @@ from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.states import differing_ranks
 from samestep.verification.report import Report
-
-__all__: list[str] = []
 
 Compare = Callable[[list[int], list[Event], Report], None]
 
@@ -66,5 +60,5 @@ def _alike(record: Record, index: int) -> tuple[int, ...]:
 
 def _is_averaged_within(rank: Rank, step: Event) -> bool:
     """Whether parameters were averaged between the backward passes of one step."""
-    kinds = [event["kind"] for event in rank.by_window.get(step["window"], [])]
+    kinds = [event["kind"] for event in rank.in_window(step["window"], "average", "backward")]
     return "average" in kinds and "backward" in kinds[: kinds.index("average")]

@@ -1,10 +1,7 @@
 """Whether a step does to buffers, and to models that no optimizer holds, what it does to them in one process.
 
 Buffers are a queue of keys, a running centre, a codebook; such a model is a teacher, or an average of the weights.
-
-The script alone begins a step with the recorded parameters and buffers, so what its buffers are at the next one is what
-all samples make of them. On ranks each may use its own part only, and DistributedDataParallel hides that: it sends
-rank 0's buffers to all. Statistics of BatchNorm are left out: they are local unless the script asks for more.
+Statistics of BatchNorm are left out: they are local unless the script asks for more.
 """
 
 from __future__ import annotations
@@ -19,13 +16,10 @@ from torch import Tensor
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
 from samestep.verification.judging.explanations import CARRIED
-from samestep.verification.judging.record import Record
-from samestep.verification.judging.single import Run
+from samestep.verification.judging.record import Record, Run
 from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.recording.optimizers import TRAINED
 from samestep.verification.report import Report
-
-__all__: list[str] = []
 
 _APART = 1e-3  # of a buffer's norm
 _OF_A_STEP = 1e-2  # of what a step adds to averaged parameters
@@ -46,8 +40,7 @@ def judge(record: Record, whole: Run, report: Report) -> None:
 
 def _moved(record: Record, whole: Run, until: float = math.inf) -> Iterator[Finding]:
     """The first buffer that a step leaves otherwise; before the window `until`, which it has made wrong, also parts."""
-    alone = whole.record.ranks[0]
-    for event in [one for one in alone.of("moved") if one["window"] <= until]:
+    for event in [one for one in whole.rank.of("moved") if one["window"] <= until]:
         after, before = _buffers(record, event["window"]), _buffers(record, event["window"] - 1)
         if not after or not _are_equal(before) or event["kept"] is None:
             continue
@@ -68,7 +61,7 @@ def _followed(record: Record, whole: Run, report: Report) -> Iterator[Finding]:
     One process may be at another place of a schedule, and take other shares: what a step adds is then a multiple. Of
     parameters that the script's own code steps beside an optimizer it may be a rate that is scaled with the ranks.
     """
-    for event in whole.record.ranks[0].of("moved"):
+    for event in whole.rank.of("moved"):
         after = record.state(event["window"])
         if event["kept"] is None or after is None:
             continue
@@ -102,10 +95,10 @@ def _added(start: Tensor, end: Tensor) -> Tensor:
 def _buffers(record: Record, window: int) -> list[dict[str, Any]]:
     """The buffers with which each rank began a window; none where they were not kept."""
     state = record.state(window)
-    told = [event for rank in record.ranks[1:] for event in rank.of("window") if event["number"] == window]
+    begun = [event for rank in record.ranks[1:] for event in rank.of("window") if event["number"] == window]
     others = [
         record.value(rank.number, event["buffers"])
-        for rank, event in zip(record.ranks[1:], told, strict=False)
+        for rank, event in zip(record.ranks[1:], begun, strict=False)
         if event.get("buffers") is not None
     ]
     return [] if state is None else [state["buffers"], *others]
@@ -134,8 +127,7 @@ def _is_apart(mine: Any, theirs: Any) -> bool:
 
 
 def _behind(record: Record, window: int, name: str) -> Finding:
-    told = record.ranks[0].by_window.get(window, [])
-    step = next((one for one in told if one["kind"] == "step"), None)
+    step = next(iter(record.ranks[0].in_window(window, "step")), None)
     event = window if step is None else step["event"]
     return Finding(
         code="parameters-diverged",
@@ -149,13 +141,13 @@ def _behind(record: Record, window: int, name: str) -> Finding:
 
 
 def _finding(record: Record, window: int, name: str) -> Finding:
-    told = record.ranks[0].by_window.get(window, [])
-    step = next((one["event"] for one in told if one["kind"] == "step"), window)
+    first = record.ranks[0]
+    step = next((one["event"] for one in first.in_window(window, "step")), window)
     return Finding(
         code="buffers-diverged",
         step=step,
         tensor=name,
-        where=next((one["where"] for one in told if one["kind"] == "backward"), None),
+        where=next((one["where"] for one in first.in_window(window, "backward")), None),
         cause=f"step {step} leaves other values in the buffer {name} than in one process: each rank updates it from "
         "its own samples, and the ranks go on with rank 0's",
         fix="all_gather, or all_reduce, what it is updated from, before the update",

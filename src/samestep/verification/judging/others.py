@@ -6,10 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from samestep.verification.journal import Event
-from samestep.verification.judging.record import Record
-from samestep.verification.judging.single import Run
-
-__all__: list[str] = []
+from samestep.verification.judging.record import Record, Run
 
 
 @dataclass(frozen=True)

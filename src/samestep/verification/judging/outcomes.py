@@ -1,11 +1,4 @@
-"""What each evaluation of a process comes to: the sums it forms, and the lines it prints, when its data are through.
-
-for batch in loader: … print(…)     a line before the pass is over, or between two forwards: progress, no metric
-all_reduce(counts, group=pair)      summed over some ranks, and then over others: only the last sum is the outcome
-all_reduce(counts)                  a sum
-for batch in rest: …                other data of the same evaluation: where one process has none, sums are not its
-print(accuracy)                     a metric
-"""
+"""What each evaluation of a process comes to: the sums it forms, and the lines it prints, after its data."""
 
 from __future__ import annotations
 
@@ -15,9 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from samestep.verification.journal import Event
-from samestep.verification.judging.record import Rank
-
-__all__: list[str] = []
+from samestep.verification.judging.record import Rank, pass_of
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|\b(?:nan|inf)\b", re.IGNORECASE)
 
@@ -51,9 +42,8 @@ def outcomes(rank: Rank) -> dict[str, Outcome]:
     of_pass: dict[tuple[str, int], set[str]] = {}
     for event in rank.of("evaluated", "ran", "passed", "collected", "printed"):
         if event["kind"] == "evaluated":
-            of_pass.setdefault((event["key"], event["number"]), set()).add(event["phase"])
-        its = of_pass.get((event["key"], event["number"]), ()) if event["kind"] == "passed" else (event["phase"],)
-        for phase in its:
+            of_pass.setdefault(pass_of(event), set()).add(event["phase"])
+        for phase in of_pass.get(pass_of(event), ()) if event["kind"] == "passed" else (event["phase"],):
             phases.setdefault(phase, []).append(event)
     return {
         phase: _outcome(phase, events)
@@ -100,15 +90,13 @@ def _place(phase: str, what: tuple[str, str], seen: Counter[tuple[str, str]]) ->
 
 def _last_of_chains(sums: list[Event]) -> list[Event]:
     """What is summed over some of the ranks, and then over others, comes to its end with the last of these sums."""
-    return [
-        event
-        for index, event in enumerate(sums)
-        if event["group"] == "world" or not any(_goes_on(event, later) for later in sums[index + 1 :])
-    ]
-
-
-def _goes_on(event: Event, later: Event) -> bool:
-    return len(event["values"]) == len(later["values"]) and event["group"] != later["group"]
+    ends = []
+    for index, event in enumerate(sums):
+        size, group = len(event["values"]), event["group"]
+        goes_on = any(len(later["values"]) == size and later["group"] != group for later in sums[index + 1 :])
+        if group == "world" or not goes_on:
+            ends.append(event)
+    return ends
 
 
 def _final(events: list[Event]) -> list[bool]:
@@ -116,7 +104,7 @@ def _final(events: list[Event]) -> list[bool]:
 
     A DataLoader's pass says when it is over. Without one, what is repeated between two forwards is on the way.
     """
-    last = {(event["key"], event["number"]): i for i, event in enumerate(events) if "key" in event}
+    last = {pass_of(event): i for i, event in enumerate(events) if "key" in event}
     rans = [i for i, event in enumerate(events) if event["kind"] == "ran"]
     loads = any(event["kind"] == "evaluated" for event in events)
     known: dict[tuple[str, str], list[int]] = {}  # a line, as it is worded -> where it stands

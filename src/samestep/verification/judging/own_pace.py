@@ -1,9 +1,6 @@
 """Whether one process that goes its own way, with samples and draws of its own, steps with the ranks' gradients.
 
-Then it is one training, whatever the ranks cut or draw, and however their gradients are made: by an evolution strategy,
-say, without a backward pass. Where an optimizer keeps them to itself, or averages them while it steps, its steps are
-compared instead. If they differ, one process may have other samples; but not if the first steps agree, and parameters,
-too, behind them.
+Where an optimizer keeps gradients to itself, or averages them while it steps, its steps are compared instead.
 """
 
 from __future__ import annotations
@@ -14,10 +11,8 @@ from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, Finding
 from samestep.verification.journal import Event
-from samestep.verification.judging.record import Record
+from samestep.verification.judging.record import Record, place_of_draw
 from samestep.verification.report import Report
-
-__all__: list[str] = []
 
 _FEWEST = 2  # steps: the second one shows what the first has made
 _FAR = 1e-2  # of the gradients' norm; what rounding has made of the first steps is less
@@ -99,8 +94,8 @@ def _parted(record: Record, alone: Record, steps: list[Event]) -> Iterator[Findi
 
 
 def _draws_at(record: Record, step: Event) -> set[str]:
-    places = (draw["place"].split("|") for rank in record.ranks for draw in rank.of("draw"))
-    return {where for window, where, _ in places if window == str(step["window"])}
+    places = [place_of_draw(draw) for rank in record.ranks for draw in rank.of("draw")]
+    return {where for window, where in places if window == step["window"]}
 
 
 def _moves(record: Record, step: Event) -> numerics.Gradients:

@@ -1,9 +1,6 @@
 """Whether ranks that draw the same order of samples go on doing so, where the script has no DataLoader.
 
-    rank 0   order[0::2] │ preview: 32 draws │ other order[0::2]
-    rank 1   order[1::2] │                   │       order[1::2]      some samples come twice, others never
-
-One process has the preview, too: until it, the ranks together use that process's samples, and others behind it.
+Until they diverge, the ranks together use the samples of one process, and others afterwards.
 """
 
 from __future__ import annotations
@@ -11,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from samestep.verification.findings import Finding
-from samestep.verification.judging.record import Rank, Record, model_inputs
-
-__all__: list[str] = []
+from samestep.verification.judging.record import Rank, Record, model_inputs, place_of_draw
 
 _BEFORE = 2  # steps, at least, in which the ranks draw alike
 
@@ -47,13 +42,13 @@ def judge(record: Record, own_pace: Callable[[], Record] | None) -> Iterator[Fin
 
 def _first_apart(ranks: Sequence[Rank]) -> tuple[int, str, int] | None:
     """The window and line of the first draw that ranks no longer share, and the first rank that draws another."""
-    told = [_draws(rank) for rank in ranks]
+    draws = [_draws(rank) for rank in ranks]
     shared: set[str] = set()  # lines at which all ranks drew the same
     apart: set[str] = set()
-    for place in sorted(set(told[0]).intersection(*told[1:])) if told else ():
+    for place in sorted(set(draws[0]).intersection(*draws[1:])) if draws else ():
         window, where, _ = place
-        others = [rank.number for rank, theirs in zip(ranks, told, strict=True) if theirs[place] != told[0][place]]
-        other = next(iter(others), None)
+        pairs = zip(ranks, draws, strict=True)
+        other = next((rank.number for rank, theirs in pairs if theirs[place] != draws[0][place]), None)
         if other is None:
             shared.add(where)
         elif where in shared - apart and window >= _BEFORE:
@@ -65,5 +60,5 @@ def _first_apart(ranks: Sequence[Rank]) -> tuple[int, str, int] | None:
 
 def _draws(rank: Rank) -> dict[tuple[int, str, str], str]:
     """Window, line and number of each draw -> what was drawn."""
-    told = [(event["place"].split("|"), event["digest"]) for event in rank.of("draw")]
-    return {(int(window), where, number): drawn for (window, where, number), drawn in told if drawn is not None}
+    draws = [draw for draw in rank.of("draw") if draw["digest"] is not None]
+    return {(*place_of_draw(draw), draw["place"].rpartition("|")[2]): draw["digest"] for draw in draws}

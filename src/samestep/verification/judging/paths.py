@@ -1,26 +1,23 @@
-"""The line at which a rank takes the number out of a tensor by which it then goes another way than the others.
+"""Finds the line at which a rank takes the number out of a tensor by which it then takes another path than the others.
 
     rank 0    …  guard.py:44 item 2.31   train.py:97 step       the same lines until a number differs,
     rank 1    …  guard.py:44 item 3.07   train.py:92 forward    and other ones behind it
 
-Many numbers differ between ranks, each of which has samples of its own; the last one before the ways part is looked
-for. Lines that only one rank ever comes by are its own business, as `if rank == 0:` makes them.
+Lines that only one rank ever comes by are left out, as `if rank == 0:` makes them.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from samestep.verification.findings import Finding
-from samestep.verification.judging.causes import UNREACHED
+from samestep.verification.judging.causes import UNREACHED, located
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.storage import OWN_NUMBER
 from samestep.verification.recording.paths import RATES
-
-__all__: list[str] = []
 
 Place = tuple[str, str]  # line, function
 Path = dict[int, list[tuple[Place, Any]]]  # by window
@@ -28,13 +25,7 @@ Path = dict[int, list[tuple[Place, Any]]]  # by window
 
 @dataclass(frozen=True)
 class Paths:
-    """The ways of two processes.
-
-    Attributes:
-        first: of rank 0.
-        other: of another rank, or of one process.
-        of: whose the other is, for people.
-    """
+    """The paths of rank 0 and of another process, which `of` names: "rank 1" or "one process"."""
 
     first: Path
     other: Path
@@ -43,9 +34,9 @@ class Paths:
     @classmethod
     def of_ranks(cls, record: Record) -> Iterator[Paths]:
         """Yields rank 0's beside each other rank's."""
-        told = [_path(record, place) for place in range(record.size)]
-        for rank, other in zip(record.ranks[1:], told[1:], strict=True):
-            yield cls(*_without_own(told[0], other), of=f"rank {rank.number}")
+        paths = [_path(record, place) for place in range(record.size)]
+        for rank, other in zip(record.ranks[1:], paths[1:], strict=True):
+            yield cls(*_without_own(paths[0], other), of=f"rank {rank.number}")
 
     @classmethod
     def with_one_process(cls, record: Record, alone: Record) -> Paths:
@@ -60,22 +51,15 @@ class Paths:
             until: the last window that is looked at; None for all.
         """
         if finding.cause.endswith(OWN_NUMBER):
-            where = self._taken_last((finding.step or 0) + 1)
-            return self._at(finding, where, "what is saved depends on it")
-        of_rates = finding.code == "learning-rate-differs"
-        where = self._before_rates(until) if of_rates else self._before_parting(until)
-        if where is None and finding.cause.endswith(UNREACHED):
-            return self._at(finding, self._before_step((until or 1) - 1), "its gradients may be multiplied by it")
-        if where is None or where == finding.where:
-            return finding
-        return self._at(finding, where, "steps with other rates" if of_rates else "goes another way")
-
-    def _at(self, finding: Finding, where: str | None, does: str) -> Finding:
-        if where is None or where == finding.where:
-            return finding
-        shows = f" (shows at {finding.where})" if finding.where else ""
-        cause = f"{finding.cause}; rank 0 takes another number out of a tensor at this line than {self.of}, and {does}"
-        return replace(finding, where=where, cause=cause + shows)
+            where, does = self._taken_last((finding.step or 0) + 1), "what is saved depends on it"
+        elif finding.code == "learning-rate-differs":
+            where, does = self._before_rates(until), "steps with other rates"
+        else:
+            where, does = self._before_parting(until), "goes another way"
+            if where is None and finding.cause.endswith(UNREACHED):
+                where, does = self._before_step((until or 1) - 1), "its gradients may be multiplied by it"
+        why = f"rank 0 takes another number out of a tensor at this line than {self.of}, and {does}"
+        return located(finding, where, why)
 
     def _before_step(self, window: int) -> str | None:
         """The last number that differs in a window before its first backward pass."""
@@ -154,10 +138,10 @@ def _path(record: Record, place: int) -> Path:
     kept = [event["kept"] for event in rank.of("path") if event["kept"] is not None]
     if not kept:
         return {}
-    told = record.value(rank.number, kept[-1])
-    places = [tuple(one) for one in told["places"]]
+    path = record.value(rank.number, kept[-1])
+    places = [tuple(one) for one in path["places"]]
     return {
-        window: [(places[number], value) for number, value in entries] for window, entries in told["windows"].items()
+        window: [(places[number], value) for number, value in entries] for window, entries in path["windows"].items()
     }
 
 

@@ -1,11 +1,8 @@
-"""Metrics as a script prints them: the ranks' beside those of the script alone, with the same weights.
+"""Compares the metrics that a script prints on the ranks with those of the script alone, with the same weights.
 
     rank 0   epoch 2: train loss 0.4127, test accuracy 0.913          0.913 is compared, as a number behind the name of
     alone    epoch 2: train loss 0.4098, test accuracy 0.914          a metric; training losses of a rank may differ
 
-A number that differs may be of the training, if another one of its line agrees and is the evaluation's; but not behind
-a word such as "test" or "validation". That both are 0, 1 or 100 is no agreement: an accuracy@5 of two classes is always
-100.
 What each rank prints of its own part is no metric of the whole, if it says so, or if there is one of the whole too.
 """
 
@@ -18,8 +15,6 @@ from dataclasses import dataclass, replace
 
 from samestep.verification.journal import Event
 from samestep.verification.judging.outcomes import Place
-
-__all__: list[str] = []
 
 _NAMES = (
     "accuracy|acc@\\d|acc|top-?1|top-?5|f1|auc|auroc|precision|recall|error|wer|bleu|iou|dice|perplexity|ppl|score|mae|rmse|mse"
@@ -163,10 +158,10 @@ def _have_same_numbers(here: Event, there: Event) -> bool | None:
 
     None where there are none, or a line that differs may be about the training.
     """
-    told = [[number for number in _ANY.findall(line["text"]) if _is_precise(number)] for line in (here, there)]
-    if told[0] and told[0] == told[1]:
+    mine, theirs = ([one for one in _ANY.findall(line["text"]) if _digits(one) >= _DIGITS] for line in (here, there))
+    if mine and mine == theirs:
         return True
-    return None if not (told[0] and told[1]) or _ABOUT_TRAINING.search(here["text"]) else False
+    return None if not (mine and theirs) or _ABOUT_TRAINING.search(here["text"]) else False
 
 
 def numbers_of(line: Event) -> list[float]:
@@ -174,23 +169,23 @@ def numbers_of(line: Event) -> list[float]:
     return [float(number) for number in [*(one.number for one in metrics(line)), *_ANY.findall(line["text"])]]
 
 
-def _is_precise(number: str) -> bool:
-    return len(number.lstrip("+-0.").replace(".", "")) >= _DIGITS
+def _digits(number: str) -> int:
+    return len(number.lstrip("+-0.").replace(".", ""))
 
 
 def _is_local(place: Place, ranks: Sequence[Mapping[Place, Event]]) -> bool:
-    told = [[one.number for one in metrics(lines[place])] for lines in ranks if place in lines]
-    return any(numbers != told[0] for numbers in told)
+    metrics_of = [[one.number for one in metrics(lines[place])] for lines in ranks if place in lines]
+    return any(numbers != metrics_of[0] for numbers in metrics_of)
 
 
 def _names_rank(place: Place, ranks: Sequence[Mapping[Place, Event]]) -> bool:
     """Whether each rank prints its number in a line."""
-    told = [
+    are_rank = [
         [number == str(rank) for number in re.findall(r"\d+", lines[place]["text"])]
         for rank, lines in enumerate(ranks)
         if place in lines
     ]
-    return any(all(numbers) for numbers in zip(*told, strict=False))
+    return any(all(numbers) for numbers in zip(*are_rank, strict=False))
 
 
 def metrics(line: Event) -> list[Metric]:
@@ -201,8 +196,8 @@ def metrics(line: Event) -> list[Metric]:
     for match in _METRIC.finditer(text):
         of = [is_evaluation for start, is_evaluation in sections if start <= match.start()]
         number = _number_of(match, text)
-        is_precise = len(number.lstrip("+-0.").replace(".", "")) >= _DIGITS - 1
-        if is_precise and not _OF_TRAINING.search(text[: match.start()]) and not (evaluates and of[-1:] == [False]):
+        is_of_training = bool(_OF_TRAINING.search(text[: match.start()])) or (evaluates and of[-1:] == [False])
+        if _digits(number) >= _DIGITS - 1 and not is_of_training:
             found.append(Metric(match[1], number, is_of_evaluation=of[-1:] == [True]))
     return found
 

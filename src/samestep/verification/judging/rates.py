@@ -1,24 +1,8 @@
 """Whether one process steps with the ranks' learning rates.
 
-    rate of N ranks ÷ rate of one process      at the ranks' highest rate c, at every other step from 1 to c
-
-A rate that follows the number of ranks is declared by the script: c is N, √N, or less (Goyal et al., Accurate, Large
-Minibatch SGD, section 2: N times as much, reached from the rate of one process; Krizhevsky, One weird trick: √N). What
-is not scaled, a floor or the rate that a warm-up begins with, is as high as in one process, so what lies between is
-between both. A schedule of another pace comes out of these bounds: N ranks and one process have one highest rate.
-
-    2 ranks        step 0   s s   step 1   s s   step 2        s   a step of the schedule
-    one process    step 0   s     step 1   s     step 2
-
-Some libraries move a schedule on once for each rank, since it was written for the batches of one process. That is right
-where one process has so many times as many batches, and the schedule is as long as these: then the script, run with the
-lengths that its loaders have in one process, has the ranks' rates after as many steps of the schedule.
-
-A schedule may be as long as the passes, which N ranks make in an Nth of the steps where the size of a process's batches
-is given. Then the rates of one process at its own pace are as high when it has used as many samples:
-
-    2 ranks        step 0             step 1             step 2
-    one process    step 0   step 1    step 2   step 3    step 4
+A rate may be scaled with the number of ranks N: by N (Goyal et al., Accurate, Large Minibatch SGD, section 2) or √N
+(Krizhevsky, One weird trick). What is not scaled, such as a floor, is as high as in one process; so at every step the
+ranks' rate must lie between one process's and c times it, where c is the ratio at the ranks' highest rate.
 """
 
 from __future__ import annotations
@@ -29,13 +13,9 @@ from dataclasses import dataclass, replace
 
 from samestep.verification.findings import AGREES, Finding, Severity
 from samestep.verification.journal import Event
-from samestep.verification.judging.average import calls_in
-from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.record import Rank, Record, Run, calls_in
 from samestep.verification.judging.samples import passes
-from samestep.verification.judging.single import Run
 from samestep.verification.report import Report
-
-__all__: list[str] = []
 
 _SAME = 1e-3  # of a rate
 _AS_FAR = 0.9  # of the samples that the ranks have used: one process may leave out an incomplete batch more often
@@ -50,7 +30,7 @@ _FIX_OFTEN = (
 
 @dataclass(frozen=True)
 class _Pair:
-    """The rate of one parameter group, of the ranks and of one process; where it counts, they are compared."""
+    """The rate of one parameter group, of the ranks and of one process; it is compared where it `counts`."""
 
     event: Event
     group: int
@@ -65,11 +45,9 @@ class _Pair:
 
 @dataclass
 class Rates:
-    """Those of the ranks beside those of the script alone.
+    """Compares the rates of the ranks with those of the script alone, `whole`.
 
     Attributes:
-        record: of the ranks.
-        whole: the script alone.
         own_lengths: runs it with the lengths that its loaders have in one process; None where it cannot.
         own_pace: records one process that goes its own way, as far as the ranks' samples reach; None where it cannot.
         until: the first window that is not compared.
@@ -83,22 +61,23 @@ class Rates:
 
     def findings(self) -> Iterator[Finding]:
         """Yields a note on rates that are scaled, and what differs otherwise."""
-        alone = next(iter(self.whole.record.ranks), Rank(0, []))
+        alone = self.whole.rank
         wrong, scaled = self._judged(list(self._by_step(alone)))
-        if wrong is not None and self._is_often(wrong.event, alone) and self.own_lengths is not None:
-            again = next(iter(self.own_lengths().record.ranks), Rank(0, []))
+        is_often = wrong is not None and self._is_often(wrong.event, alone)
+        if is_often and self.own_lengths is not None:
+            again = self.own_lengths().rank
             other, then_scaled = self._judged(list(self._by_position(again)))
             if other is None and self._counts_parts(again):
                 yield self._counted_in_parts()
                 wrong, scaled = None, then_scaled
-        elif wrong is not None and not self._is_often(wrong.event, alone) and self.own_pace is not None:
+        elif wrong is not None and not is_often and self.own_pace is not None:
             pairs = list(self._by_samples(self.own_pace()))
             other, then_scaled = self._judged(pairs)
             if pairs and other is None:
                 wrong, scaled = None, then_scaled
         if scaled is not None:
             yield self._finding(scaled, _SCALED, None, "note")
-        if wrong is not None and self._is_often(wrong.event, alone):
+        if wrong is not None and is_often:
             times = f"the schedule moves on {self.record.size} times at every step, in one process once"
             yield self._finding(wrong, times, _FIX_OFTEN)
         elif wrong is not None:
@@ -121,7 +100,11 @@ class Rates:
                 yield _Pair(event, group, one, other, event["event"] in kept)
 
     def _by_position(self, alone: Rank) -> Iterator[_Pair]:
-        """Of steps before which the schedule has moved on as often."""
+        """Of steps before which the schedule has moved on as often.
+
+        Some libraries move a schedule on once for each rank, since it was written for the batches of one process. That
+        is right where one process has so many times as many batches, and the schedule is as long as these.
+        """
         moved = schedule_steps(alone)
         theirs: dict[tuple[int, int], list[float]] = {}
         for event in alone.of("rates"):
@@ -132,7 +115,11 @@ class Rates:
             yield from (_Pair(event, group, one, other) for group, (one, other) in enumerate(rates))
 
     def _by_samples(self, alone: Record) -> Iterator[_Pair]:
-        """Those of the steps in which one process would use the samples of a step of the ranks: the nearest one's."""
+        """Those of the steps in which one process would use the samples of a step of the ranks: the nearest one's.
+
+        A schedule may be as long as the passes, which N ranks make in an Nth of the steps where the size of a process's
+        batches is given.
+        """
         steps = alone.ranks[0].steps if alone.ranks else []
         turns = len({event["optimizer"] for event in self._steps()})
         if len(steps) < _AS_FAR * self.record.size * len(list(self._steps())):
@@ -238,22 +225,18 @@ def _most(pairs: list[_Pair], size: int) -> float:
     """How many times as high as in one process the ranks' rates may be, by what their highest is."""
     highest = max(pair.mine for pair in pairs)
     at_most = [pair for pair in pairs if pair.mine >= highest * (1 - _SAME)]
-    return next(
-        (
-            times
-            for times in (1.0, size**0.5)
-            if any(pair.mine <= times * pair.theirs * (1 + _SAME) for pair in at_most)
-        ),
-        float(size),
-    )
+    for times in (1.0, size**0.5):
+        if any(pair.mine <= times * pair.theirs * (1 + _SAME) for pair in at_most):
+            return times
+    return float(size)
 
 
 def schedule_steps(rank: Rank) -> dict[int, int]:
     """Returns event -> how often schedules have moved on before that optimizer step."""
-    moved, told = 0, {}
+    moved, counts = 0, {}
     for event in rank.of("step", "rates", "scheduler"):
         if event["kind"] == "scheduler":
             moved += 1
         else:
-            told[event["event"]] = moved
-    return told
+            counts[event["event"]] = moved
+    return counts

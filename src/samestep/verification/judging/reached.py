@@ -6,9 +6,7 @@ from collections.abc import Iterator
 
 from samestep.text import plural
 from samestep.verification.journal import Event
-from samestep.verification.judging.record import Rank, Record
-
-__all__: list[str] = []
+from samestep.verification.judging.record import Rank, Record, pass_of
 
 _KINDS = {  # event -> what it is a sign of
     **dict.fromkeys(("evaluated", "ran", "metrics"), "evaluation"),
@@ -19,17 +17,17 @@ _KINDS = {  # event -> what it is a sign of
 
 def remarks(record: Record) -> list[str]:
     """Says which passes were ended early, and for what."""
-    told = [list(_cuts(rank)) for rank in record.ranks]
-    if not told or not told[0]:
+    ranks = [list(_cuts(rank)) for rank in record.ranks]
+    if not ranks or not ranks[0]:
         return []
-    event, _ = told[0][0]
-    length = next((one["length"] for one in record.ranks[0].of("pass") if _name(one) == _name(event)), None)
+    event, _ = ranks[0][0]
+    length = next((one["length"] for one in record.ranks[0].of("pass") if pass_of(one) == pass_of(event)), None)
     of = "" if length is None else f" of {length:,}"
     batches = f"{event['cut']:,}{of} {'batch' if event['cut'] == 1 and not of else 'batches'}"
-    found = {kind for cuts in told for _, kinds in cuts for kind in kinds}
+    found = {kind for cuts in ranks for _, kinds in cuts for kind in kinds}
     kinds = [kind for kind in dict.fromkeys(_KINDS.values()) if kind in found]
     purpose = f"to reach the {' and the '.join(kinds)}" if kinds else "and no evaluation, save or resume came behind it"
-    more = len(told[0]) - 1
+    more = len(ranks[0]) - 1
     later = f"; so {'was' if more == 1 else 'were'} {plural(more, 'later pass')}, after a step" if more else ""
     return [f"the pass was ended after {batches} {purpose}{later}"]
 
@@ -49,20 +47,16 @@ def _cuts(rank: Rank) -> Iterator[tuple[Event, set[str]]]:
         yield end, kinds
 
 
-def _name(event: Event) -> tuple[str, int]:
-    return event["key"], event["number"]
-
-
 def are_alike(record: Record) -> bool:
     """Returns whether all ranks have ended the same passes, so that each takes them for over, as one process does.
 
     One that fails or waits behind an end comes to fewer.
     """
-    told = [[_name(event) for event, _ in _cuts(rank)] for rank in record.ranks]
-    most = max(told, key=len, default=[])
-    return all(names == most[: len(names)] and (names or not most) for names in told)
+    ranks = [[pass_of(event) for event, _ in _cuts(rank)] for rank in record.ranks]
+    most = max(ranks, key=len, default=[])
+    return all(passes == most[: len(passes)] and (passes or not most) for passes in ranks)
 
 
 def is_cut(record: Record) -> bool:
     """Returns whether a rank has ended a pass early."""
-    return any(True for rank in record.ranks for _ in _cuts(rank))
+    return any(next(_cuts(rank), None) is not None for rank in record.ranks)

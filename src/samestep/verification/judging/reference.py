@@ -7,27 +7,21 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, REFUTED, unchecked
 from samestep.verification.journal import Event
-from samestep.verification.judging import average, by_hand, by_rank, in_turn, own_pace, repeated
+from samestep.verification.judging import average, by_hand, own_pace, unloaded, windows
 from samestep.verification.judging import local_steps as local
-from samestep.verification.judging.average import EVERY_ZERO
 from samestep.verification.judging.explanations import Explanations, has_local_norms
 from samestep.verification.judging.in_step import InStep, chance_of
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.rates import Rates
-from samestep.verification.judging.record import BY_THEMSELVES, Record, model_inputs
+from samestep.verification.judging.record import BY_THEMSELVES, Record, Run, model_inputs, place_of_draw
 from samestep.verification.judging.samples import are_loaded, loads_for_all
-from samestep.verification.judging.single import Run
 from samestep.verification.judging.states import averaged_behind, local_steps
-from samestep.verification.judging.windows import Windows
 from samestep.verification.report import Report, is_open
-
-__all__: list[str] = []
 
 _SHARED = (
     "the ranks hold parts of one model and get different samples, as in sequence parallelism: which of them one "
@@ -39,33 +33,18 @@ _FEWEST = 8  # numbers in a gradient that is no multiple of another one by chanc
 
 @dataclass
 class _Errors:
-    """Of the gradients of a step, by their names.
+    """The errors of the gradients of a step, by their names."""
 
-    Attributes:
-        judged: error and how much of it rounding explains.
-        wrong: errors that rounding does not explain.
-        hidden: floors of those that rounding hides.
-        limits: how large errors may be.
-        remarks: what was found to be rounding.
-    """
-
-    judged: dict[str, tuple[float, float]] = field(default_factory=dict)
-    wrong: dict[str, float] = field(default_factory=dict)
-    hidden: dict[str, float] = field(default_factory=dict)
-    limits: dict[str, float] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
+    judged: dict[str, tuple[float, float]] = field(default_factory=dict)  # error, and how much of it rounding explains
+    wrong: dict[str, float] = field(default_factory=dict)  # errors that rounding does not explain
+    hidden: dict[str, float] = field(default_factory=dict)  # floors of those that rounding hides
+    limits: dict[str, float] = field(default_factory=dict)  # how large errors may be
+    remarks: list[str] = field(default_factory=list)  # what was found to be rounding
 
 
 @dataclass
 class Comparison:
-    """Of the ranks with the script alone.
-
-    Attributes:
-        record: of the ranks.
-        whole: the script alone, with what all ranks used.
-        others: further runs.
-        has_samples: one process is known to have the ranks' samples.
-    """
+    """Compares the ranks with the script alone; `has_samples` says that it is known to have their samples."""
 
     record: Record
     whole: Run
@@ -73,7 +52,6 @@ class Comparison:
     has_samples: bool = False
 
     def judge(self, report: Report) -> None:
-        """Adds what the comparison tells."""
         loader = loads_for_all(self.record) if self.whole.is_out_of_step else None
         if loader is not None:
             why = (
@@ -90,10 +68,7 @@ class Comparison:
         until = min(self._in_step.astray, default=None)
         rates = Rates(self.record, self.whole, self.others.own_lengths, self.others.own_pace, until)
         report.add(rates.findings())
-        common = [event for event in self.record.kept_steps if event["event"] in self.whole.steps]
-        common = [one for one in common if self.whole.steps[one["event"]]["optimizer"] == one["optimizer"]]
-        common = [event for event in common if event["window"] < self._in_step.until]
-        common = [event for event in common if event["window"] not in self._in_step.astray]
+        common = [event for event in self.record.kept_steps if self._is_common(event)]
         reasons = {event["event"]: self.record.compressed(event).why_not(event) for event in common}
         common = [event for event in common if reasons[event["event"]] is None]
         if not common:
@@ -104,7 +79,7 @@ class Comparison:
         if REFUTED in {report.coverage.get(name) for name in ("initial_state", "parameter_order", "parameters")}:
             report.cover("gradients", unchecked("the ranks train different models"))
             return
-        if self.record.is_averaged_within and common:
+        if self.record.is_averaged_within:
             used = by_hand.as_used(self.record, self.whole, common, report)
             if used is not None:
                 replace(self, record=used).judge_known(common, report)
@@ -119,11 +94,17 @@ class Comparison:
             return
         self.judge_known(common, report)
 
+    def _is_common(self, event: Event) -> bool:
+        """Whether one process has taken a step of the ranks, with the same optimizer and at the same batches."""
+        alone = self.whole.steps.get(event["event"])
+        in_step = event["window"] < self._in_step.until and event["window"] not in self._in_step.astray
+        return alone is not None and alone["optimizer"] == event["optimizer"] and in_step
+
     def judge_known(self, common: list[Event], report: Report) -> None:
         """Compares steps for which the ranks' gradients are known."""
         if self.whole.apart is not None:
             why = f"the ranks' batches cannot be joined to one: {self.whole.apart}"
-            by_rank.judge(self.record, self.others.of_ranks(), common, report, why)
+            average.judge_by_rank(self.record, self.others.of_ranks(), common, report, why)
             return
         if self._share_no_samples(common):
             report.cover("gradients", unchecked(_SHARED))
@@ -140,17 +121,17 @@ class Comparison:
             return
         self._compare(common, report, are_multiples=others)
         self._judge_repeated(common, report)
-        if report.coverage["gradients"] == AGREES and self.others.merged is not None and self.others.apart is not None:
-            Windows(self.record, self.others.merged, self.others.apart).judge(common, self.whole, report)
+        merged, apart = self.others.merged, self.others.apart
+        if report.coverage["gradients"] == AGREES and merged is not None and apart is not None:
+            windows.judge(self.record, common, self.whole, merged, apart, report)
 
     def _redrawn(self, common: list[Event]) -> Comparison | None:
-        """With a process that gets the ranks' draws in another way, if that has their samples."""
+        """Returns a comparison with a process that gets the ranks' draws in another way, if that has their samples."""
         drawing = all(any(one["kept"] is not None for one in rank.of("draw")) for rank in self.record.data.ranks)
         if not drawing or are_loaded(self.record):
             return None
-        windows = {event["window"] for event in common}
-        ranks = model_inputs(self.record.data.ranks, windows)
-        if self.others.own_draws is not None and self.draws_for_all(windows):
+        ranks = model_inputs(self.record.data.ranks, _windows(common))
+        if self.others.own_draws is not None and self.draws_for_all(_windows(common)):
             found = self._with(self.others.own_draws())
             rows = found.rows_of(common)
             if rows == ranks or (rows and rows.isdisjoint(ranks)):  # samples that lie side by side along another dim
@@ -167,27 +148,25 @@ class Comparison:
     def rows_of(self, common: list[Event]) -> set[tuple[int, str]]:
         """What the models of one process get in these steps, if it takes all of them."""
         has_all = all(event["event"] in self.whole.steps for event in common)
-        return model_inputs(self.whole.record.ranks, {event["window"] for event in common}) if has_all else set()
+        return model_inputs(self.whole.record.ranks, _windows(common)) if has_all else set()
 
     def _are_those_of_one_process(self, common: list[Event]) -> bool:
         """Whether all gradients are multiples of one process's, whatever its models saw: it pads otherwise, say."""
         is_known = False
         for event in common:
-            recorded, alone = self._recorded(event), self.whole.gradients(event["event"])
-            ours, theirs = numerics.flat(recorded, alone), numerics.flat(alone, recorded)
-            if not ours.any() and not theirs.any():
+            known = average.vectors(self.record.gradients(event), [self.whole.gradients(event["event"])])
+            if known is None:
                 continue
-            if numerics.fit(ours, [theirs]).left > self._limit(event):
+            if numerics.fit(*known).left > self._limit(event):
                 return False
-            is_known = is_known or ours.numel() >= _FEWEST
+            is_known = is_known or known[0].numel() >= _FEWEST
         return is_known
 
     def _compare_group(self, ranks: list[int], steps: list[Event], report: Report) -> None:
         """Compares some ranks, which have averaged their gradients, with the script alone on their samples."""
         assert self.others.of_group is not None
         whole, others = self.others.of_group(ranks)
-        part = Record(self.record.folder, [rank for rank in self.record.ranks if rank.number in ranks])
-        group = Comparison(part, whole, others)
+        group = Comparison(self.record.of_ranks(ranks), whole, others)
         common = [step for step in steps if step["event"] in whole.steps]
         if not common:
             report.cover("gradients", unchecked(group._why()))
@@ -197,15 +176,14 @@ class Comparison:
             group._compare(common, report)
 
     def _compare_in_turn(self, common: list[Event], report: Report) -> bool:
-        """Compares them with one process that takes a step for each rank's; returns whether that tells anything."""
+        """Compares them with one process that takes a step for each rank's; returns whether that is conclusive."""
         stepping = {event["optimizer"] for event in self.record.ranks[0].steps}
-        is_told_of = self.record.is_by_hand or are_loaded(self.record)
-        if self.others.in_turn is None or is_told_of or len(stepping) > 1:
+        if self.others.in_turn is None or self.record.is_by_hand or are_loaded(self.record) or len(stepping) > 1:
             return False
-        is_told = in_turn.judge(self.record, self.others.in_turn(), common, report)
-        if is_told:
+        is_conclusive = average.judge_in_turn(self.record, self.others.in_turn(), common, report)
+        if is_conclusive:
             self._judge_repeated(common, report)
-        return is_told
+        return is_conclusive
 
     def _compare_own_pace(self, common: list[Event], report: Report) -> None:
         if self.others.own_pace is not None and is_open(report, "gradients"):
@@ -213,7 +191,7 @@ class Comparison:
 
     def _judge_repeated(self, common: list[Event], report: Report) -> None:
         if report.coverage.get("gradients") in {AGREES, DECLARED}:
-            found = repeated.finding(self.record, self.whole, common)
+            found = unloaded.same_on_two_ranks(self.record, self.whole, common)
             report.add([] if found is None else [found])
 
     def draws_others(self) -> bool:
@@ -221,16 +199,16 @@ class Comparison:
         return chance_of(self.whole) is not None and not are_loaded(self.record)
 
     def _compare(self, common: list[Event], report: Report, *, are_multiples: bool = False) -> None:
-        alone = self.whole.gradients
-        if all(numerics.are_zero(self._recorded(one)) and numerics.are_zero(alone(one["event"])) for one in common):
-            report.cover("gradients", unchecked(EVERY_ZERO))
+        pairs = [(self.record.gradients(event), self.whole.gradients(event["event"])) for event in common]
+        if all(numerics.are_zero(ours) and numerics.are_zero(alone) for ours, alone in pairs):
+            report.cover("gradients", unchecked(average.EVERY_ZERO))
             self._compare_own_pace(common, report)
             return
-        apart = {event["event"]: self._apart(event) for event in common}
+        apart = {event["event"]: numerics.distance(*pair) for event, pair in zip(common, pairs, strict=True)}
         worst = max(one.worst for one in apart.values())
         chance = None if are_multiples else chance_of(self.whole)
         if chance is not None and worst > self._limit(common[0]):
-            by_rank.judge(self.record, self.others.of_ranks(), common, report, chance)
+            average.judge_by_rank(self.record, self.others.of_ranks(), common, report, chance)
             return
         broken = next((event for event in common if math.isinf(apart[event["event"]].worst)), None)
         if broken is not None:
@@ -251,7 +229,11 @@ class Comparison:
             if errors.wrong:
                 tensor = max(errors.wrong, key=errors.wrong.__getitem__)
                 found = replace(apart[event["event"]], tensor=tensor, worst=errors.wrong[tensor])
-                self._explain(event, found, errors.limits[tensor], report, settled=event is not common[0])
+                explanations = Explanations(self.record, self.whole, self.others)
+                explained = explanations.of(event, found, errors.limits[tensor], settled=event is not common[0])
+                report.add([explained])
+                if explained.severity == "note":
+                    report.cover("gradients", DECLARED)
                 return
             judged += errors.judged.values()
             known |= errors.judged.keys()
@@ -269,7 +251,7 @@ class Comparison:
 
     def _errors(self, again: Run, event: Event, apart: numerics.Distance) -> _Errors:
         """Judges each gradient of a step by itself; in float64 too, where it is wrong or rounding hides it."""
-        floors, recorded, found = self._floors(again, event), self._recorded(event), _Errors()
+        floors, recorded, found = self._floors(again, event), self.record.gradients(event), _Errors()
         for name, error in apart.errors.items():
             floor = floors(name)
             limit = found.limits[name] = self._limit(event, floor)
@@ -284,8 +266,8 @@ class Comparison:
             most = math.inf if is_hidden else numerics.MOST_ROUNDING
             if exact is not None and error <= most and numerics.is_rounding(error, exact):
                 found.judged[name] = (error, error)
-                told = f"an error of {error:.1e} in the gradient of {name} is rounding: in float64 it is {exact:.0e}"
-                found.remarks.append(f"at step {event['event']} {told}")
+                why = f"an error of {error:.1e} in the gradient of {name} is rounding: in float64 it is {exact:.0e}"
+                found.remarks.append(f"at step {event['event']} {why}")
             elif exact is None and is_hidden:
                 found.hidden[name] = floor
             else:
@@ -293,15 +275,13 @@ class Comparison:
         return found
 
     def _judge_broken(self, event: Event, apart: numerics.Distance, report: Report) -> None:
-        """Of a step at which some gradient is not finite: NaN on both sides is one training, on one side it is not."""
+        """Judges a step with a gradient that is not finite: NaN on one side alone is a difference."""
         if report.coverage.get("gradients") == REFUTED:
             return
-        ours = numerics.are_finite(self._recorded(event))
+        ours = numerics.are_finite(self.record.gradients(event))
         if ours != numerics.are_finite(self.whole.gradients(event["event"])):
-            found = Explanations(self.record, self.whole, self.others).not_finite(
-                event, apart.tensor, on_ranks=not ours
-            )
-            report.add([found])
+            explanations = Explanations(self.record, self.whole, self.others)
+            report.add([explanations.not_finite(event, apart.tensor, on_ranks=not ours)])
             return
         why = f"from step {event['event']} on gradients are not finite, on the ranks and in one process alike"
         if "gradients" in report.coverage:
@@ -311,15 +291,13 @@ class Comparison:
 
     def has_other_samples(self, common: list[Event]) -> bool:
         """Whether one process, which cuts the data by itself, trains on other samples than the ranks together."""
-        windows = {event["window"] for event in common}
-        alone = model_inputs(self.whole.record.ranks, windows)
-        differ = bool(alone) and alone != model_inputs(self.record.data.ranks, windows)
-        return differ and not self._choose_alike(windows)
+        alone = model_inputs(self.whole.record.ranks, _windows(common))
+        differ = bool(alone) and alone != model_inputs(self.record.data.ranks, _windows(common))
+        return differ and not self._choose_alike(_windows(common))
 
     def _share_no_samples(self, common: list[Event]) -> bool:
         """Whether ranks that hold parts of one model get other samples than those that are taken to have them all."""
-        windows = {event["window"] for event in common}
-        of_all, known = model_inputs(self.record.ranks, windows), model_inputs(self.record.data.ranks, windows)
+        of_all, known = (model_inputs(one.ranks, _windows(common)) for one in (self.record, self.record.data))
         return self.record.is_cut and not are_loaded(self.record) and of_all != known
 
     def _choose_alike(self, windows: set[int]) -> bool:
@@ -329,24 +307,22 @@ class Comparison:
         each draws noise of its own, a rank's samples are another part of them.
         """
         drawn = [_drawn(rank.of("draw"), windows) for rank in self.record.data.ranks]
-        told = [_drawn(rank.of("draw"), windows, chosen=True) for rank in self.record.data.ranks]
+        chosen = [_drawn(rank.of("draw"), windows, chosen=True) for rank in self.record.data.ranks]
         alone = [_drawn(rank.of("own_draw"), windows, chosen=True) for rank in self.whole.record.ranks]
-        are_alike = all(one == drawn[0] for one in drawn)
-        return are_alike and len(told[0]) >= len(windows) and all(one == told[0] for one in [*told, *alone])
+        are_equal = all(one == drawn[0] for one in drawn)
+        return are_equal and len(chosen[0]) >= len(windows) and all(one == chosen[0] for one in [*chosen, *alone])
 
     def draws_for_all(self, windows: set[int]) -> bool:
         """Whether one process draws by itself, in some windows, the very numbers that the ranks draw together.
 
         So it is where each environment, or each sample, has a generator of its own.
         """
-        told = [_by_line(rank.of("draw"), windows) for rank in self.record.data.ranks]
-        alone = [_by_line(rank.of("own_draw"), windows) for rank in self.whole.record.ranks]
-        if not alone or not told:
-            return False
-        lines = {line for theirs in told for line in theirs}
-        together = {line: sum((theirs[line] for theirs in told), Counter()) for line in lines}
-        shared = {line for line in lines if all(theirs[line] == alone[0][line] for theirs in told)}
-        return lines > shared and all(together[line] == alone[0][line] for line in lines - shared)
+        ranks = [_by_line(rank.of("draw"), windows) for rank in self.record.data.ranks]
+        alone = _by_line(self.whole.rank.of("own_draw"), windows)
+        lines = {line for theirs in ranks for line in theirs}
+        together = {line: sum((theirs[line] for theirs in ranks), Counter()) for line in lines}
+        shared = {line for line in lines if all(theirs[line] == alone[line] for theirs in ranks)}
+        return lines > shared and all(together[line] == alone[line] for line in lines - shared)
 
     @cached_property
     def _in_step(self) -> InStep:
@@ -364,18 +340,12 @@ class Comparison:
             return "a scaler leaves out other steps in one process than on the ranks"
         return "the script alone took other steps"
 
-    def _recorded(self, event: Event) -> Any:
-        return self.record.gradients(event)
-
     def _limit(self, event: Event, floor: float = 0.0) -> float:
         """How far the gradients of a step may be apart."""
-        return numerics.limit(floor, self._recorded(event), self._coarsest(event))
+        return numerics.limit(floor, self.record.gradients(event), self._coarsest(event))
 
     def _coarsest(self, event: Event) -> float:
         return max(float(event.get("unit", 0.0)), self.record.sent_in(event))
-
-    def _apart(self, event: Event) -> numerics.Distance:
-        return numerics.distance(self._recorded(event), self.whole.gradients(event["event"]))
 
     def _floors(self, again: Run, event: Event) -> Callable[[str], float]:
         """How far rounding alone takes each gradient of a step apart; as far as it may, where that was not measured."""
@@ -387,9 +357,9 @@ class Comparison:
 
     def _in_float64(self, event: Event) -> Mapping[str, float] | None:
         """Returns the errors of the ranks' step in float64, of gradients that rounding does not hide there too."""
-        if self._runs_in_float64 is None:
+        if self.others.in_float64 is None:
             return None
-        record, alone, again = self._runs_in_float64
+        record, alone, again = self.others.in_float64()
         number = event["event"]
         steps = [step for rank in record.ranks[:1] for step in rank.steps if step["event"] == number]
         if not steps or steps[0]["kept"] is None or number not in alone.steps or number not in again.steps:
@@ -403,25 +373,20 @@ class Comparison:
             name: error for name, error in errors.items() if not numerics.is_too_coarse(floors.get(name, 0.0), ours)
         }
 
-    @cached_property
-    def _runs_in_float64(self) -> tuple[Record, Run, Run] | None:
-        return None if self.others.in_float64 is None else self.others.in_float64()
-
     def _cover(self, margin: str, report: Report) -> None:
         has_norms = has_local_norms(self.record)
-        told = f"with BatchNorm statistics of each rank's samples: {margin}" if has_norms else margin
-        report.cover("gradients", DECLARED if has_norms else AGREES, told)
+        if has_norms:
+            margin = f"with BatchNorm statistics of each rank's samples: {margin}"
+        report.cover("gradients", DECLARED if has_norms else AGREES, margin)
 
-    def _explain(self, event: Event, apart: numerics.Distance, limit: float, report: Report, *, settled: bool) -> None:
-        found = Explanations(self.record, self.whole, self.others).of(event, apart, limit, settled=settled)
-        report.add([found])
-        if found.severity == "note":
-            report.cover("gradients", DECLARED)
+
+def _windows(steps: list[Event]) -> set[int]:
+    return {step["window"] for step in steps}
 
 
 def _drawn(draws: list[Event], windows: set[int], *, chosen: bool = False) -> dict[str, str]:
     """Place -> digest of the numbers that were drawn in some windows; `chosen`: of the whole ones alone."""
-    named = [one for one in draws if int(one["place"].partition("|")[0]) in windows and one["digest"] is not None]
+    named = [one for one in draws if place_of_draw(one)[0] in windows and one["digest"] is not None]
     return {one["place"]: one["digest"] for one in named if one.get("whole") or not chosen}
 
 
@@ -429,13 +394,12 @@ def _by_line(draws: list[Event], windows: set[int]) -> defaultdict[tuple[int, st
     """Window and line -> digests of what was drawn there, and how often each."""
     found: defaultdict[tuple[int, str], Counter[str | None]] = defaultdict(Counter)
     for one in draws:
-        window, _, where = one["place"].rpartition("|")[0].partition("|")
-        if int(window) in windows:
-            found[int(window), where][one["digest"]] += 1
+        if place_of_draw(one)[0] in windows:
+            found[place_of_draw(one)][one["digest"]] += 1
     return found
 
 
 def _why_unmeasured(again: Run) -> str:
     failure = again.ended.failure
-    told = "it took other steps" if failure is None else f"{failure['exception']}: {failure['message'][:200]}"
-    return f"alone, with its samples in another order, {'no rank makes progress' if again.ended.hung else told}"
+    why = "it took other steps" if failure is None else f"{failure['exception']}: {failure['message'][:200]}"
+    return f"alone, with its samples in another order, {'no rank makes progress' if again.ended.hung else why}"

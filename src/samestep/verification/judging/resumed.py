@@ -14,45 +14,29 @@ from typing import Any
 from samestep.text import plural
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
-from samestep.verification.judging.record import Rank, Record
-
-__all__: list[str] = []
+from samestep.verification.judging.record import Rank, Record, line_of
 
 
 @dataclass
 class _Pass:
-    """A training pass of one rank, as far as it has gone.
-
-    Attributes:
-        batches: that it has yielded.
-        ahead: how many it had yielded when the first backward pass began.
-        backwards: how many backward passes have begun since.
-        is_over: whether it has yielded all.
-    """
+    """A training pass of one rank, as far as it has gone."""
 
     where: str
     line: str
-    batches: list[Event] = field(default_factory=list)
-    ahead: int = 0
-    backwards: int = 0
+    batches: list[Event] = field(default_factory=list)  # that it has yielded
+    early: int = 0  # how many it had yielded when the first backward pass began
+    backwards: int = 0  # that have begun since
     is_over: bool = False
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A pass that begins behind a load.
-
-    Attributes:
-        where: its line.
-        used: the batches that were used, before the save, of the pass that was under way then.
-        skipped: the batches that it yields before it trains.
-        trained: the first batch that it trains on; None where there is none.
-    """
+    """A pass that begins after a load."""
 
     where: str
-    used: list[Event]
-    skipped: list[Event]
-    trained: Event | None
+    used: list[Event]  # batches that were used before the save, of the pass that was under way then
+    skipped: list[Event]  # batches that it yields before it trains
+    trained: Event | None  # the first batch that it trains on
 
 
 def resumed(rank: Rank) -> Iterator[Resumed]:
@@ -66,18 +50,18 @@ def resumed(rank: Rank) -> Iterator[Resumed]:
     for event in rank.of("pass", "batch", "backward", "passed", "save", "load"):
         kind, name = event["kind"], (event.get("key", ""), event.get("number", 0))
         if kind == "pass":
-            begun[name] = _Pass(event["where"], event["key"].rpartition("#")[0])
+            begun[name] = _Pass(event["where"], line_of(event["key"]))
         elif kind == "batch" and event["training"] and name in begun:
             going = begun[name]
             going.batches.append(event)
         elif kind == "backward" and going is not None:
             if not going.backwards:
-                going.ahead = len(going.batches)
+                going.early = len(going.batches)
                 if due is not None:
                     found.append((going, due))
                     due = None
                 else:
-                    usual.setdefault(going.line, going.ahead)
+                    usual.setdefault(going.line, going.early)
             going.backwards += 1
         elif kind == "passed" and name in begun:
             begun[name].is_over = True
@@ -87,7 +71,9 @@ def resumed(rank: Rank) -> Iterator[Resumed]:
             known = [batches for save, batches in saved if same(save["digests"], event["digests"])]
             due = known[-1] if known else None
     for one, used in found:
-        yield _of(one, used, usual)
+        skipped = max(one.early - usual.get(one.line, 1), 0)
+        trained = one.batches[skipped] if one.backwards else None
+        yield Resumed(one.where, used, one.batches[:skipped], trained)
 
 
 def same(first: dict[str, str], other: dict[str, str]) -> bool:
@@ -99,15 +85,10 @@ def _used(going: _Pass | None, usual: dict[str, int]) -> list[Event]:
     """The batches of a pass that it has trained on so far; none of one that is over."""
     if going is None or not going.backwards:
         return []
-    skipped = max(going.ahead - usual.get(going.line, going.ahead), 0)
+    skipped = max(going.early - usual.get(going.line, going.early), 0)
     if going.is_over and skipped + going.backwards >= len(going.batches):
         return []
     return going.batches[skipped : skipped + going.backwards]
-
-
-def _of(going: _Pass, used: list[Event], usual: dict[str, int]) -> Resumed:
-    skipped = max(going.ahead - usual.get(going.line, 1), 0)
-    return Resumed(going.where, used, going.batches[:skipped], going.batches[skipped] if going.backwards else None)
 
 
 def judge(record: Record, own_pace: Callable[[], Record] | None = None) -> Iterator[Finding]:
@@ -116,24 +97,40 @@ def judge(record: Record, own_pace: Callable[[], Record] | None = None) -> Itera
     Where samples have no index, one process that goes its own way, `own_pace`, tells which of them a step uses.
     """
     for rank in record.ranks:
-        for one in resumed(rank):
-            if any(batch["indices"] is None for batch in [*one.used, *one.skipped]):
-                continue
-            used = {index for batch in one.used for index in batch["indices"]}
-            skipped = {index for batch in one.skipped for index in batch["indices"]}
-            if not skipped and used:
-                if one.trained is not None and one.trained["indices"] == one.used[0]["indices"]:
-                    yield _again(rank, one)
-                    return
-            elif skipped - used:
-                yield _left_out(rank, one, len(skipped - used))
-                return
-            elif used - skipped:
-                yield _twice(rank, one, len(used - skipped))
-                return
+        if found := next(filter(None, (_elsewhere(rank, one) for one in resumed(rank))), None):
+            yield found
+            return
     is_unknown = all(batch["indices"] is None for rank in record.ranks for batch in rank.of("batch"))
     if own_pace is not None and is_unknown and record.ranks and record.steps:
         yield from _others_behind(record, own_pace)
+
+
+def _elsewhere(rank: Rank, one: Resumed) -> Finding | None:
+    """Returns the finding for a pass that does not go on where its training was saved."""
+    if any(batch["indices"] is None for batch in [*one.used, *one.skipped]):
+        return None
+    used, skipped = ({index for batch in each for index in batch["indices"]} for each in (one.used, one.skipped))
+    loaded = f"a state was saved after {plural(len(one.used), 'batch')} of an epoch, and when it was loaded"
+    were_skipped = f"{loaded} {len(one.skipped)} were skipped"
+    if used and not skipped:
+        if one.trained is None or one.trained["indices"] != one.used[0]["indices"]:
+            return None
+        cause = f"{loaded} the epoch began again with the first of them"
+    elif skipped - used:
+        return Finding(
+            code="samples-missing",
+            rank=rank.number,
+            where=one.where,
+            cause=f"{were_skipped}: {plural(len(skipped - used), 'sample')} of rank {rank.number} are trained on in no "
+            "step of it",
+            fix="count what is skipped in the unit in which it was saved: batches of one rank, or samples of all ranks",
+        )
+    elif used - skipped:
+        cause = f"{were_skipped}: {plural(len(used - skipped), 'sample')} of rank {rank.number} are trained on twice"
+    else:
+        return None
+    fix = "skip what was used, or save the position in the data: samestep.checkpoint(…, data=batches) does"
+    return Finding(code="samples-repeated", rank=rank.number, where=one.where, cause=cause, fix=fix)
 
 
 def _others_behind(record: Record, own_pace: Callable[[], Record]) -> Iterator[Finding]:
@@ -173,40 +170,3 @@ def rows(record: Record, windows: set[int]) -> set[tuple[int, str]]:
     batches = [one for rank in record.data.ranks for one in rank.of("batch", "input") if one["window"] in windows]
     loaded = [one for one in batches if one["kind"] == "batch" and one["training"]]
     return {(one["window"], row) for one in loaded or batches for row in one["rows"]}
-
-
-_FIX = "skip what was used, or save the position in the data: samestep.checkpoint(…, data=batches) does"
-
-
-def _again(rank: Rank, one: Resumed) -> Finding:
-    return Finding(
-        code="samples-repeated",
-        rank=rank.number,
-        where=one.where,
-        cause=f"a state was saved after {plural(len(one.used), 'batch')} of an epoch, and when it was loaded the epoch "
-        "began again with the first of them",
-        fix=_FIX,
-    )
-
-
-def _twice(rank: Rank, one: Resumed, count: int) -> Finding:
-    return Finding(
-        code="samples-repeated",
-        rank=rank.number,
-        where=one.where,
-        cause=f"a state was saved after {plural(len(one.used), 'batch')} of an epoch, and when it was loaded "
-        f"{len(one.skipped)} were skipped: {plural(count, 'sample')} of rank {rank.number} are trained on twice",
-        fix=_FIX,
-    )
-
-
-def _left_out(rank: Rank, one: Resumed, count: int) -> Finding:
-    return Finding(
-        code="samples-missing",
-        rank=rank.number,
-        where=one.where,
-        cause=f"a state was saved after {plural(len(one.used), 'batch')} of an epoch, and when it was loaded "
-        f"{len(one.skipped)} were skipped: {plural(count, 'sample')} of rank {rank.number} are trained on in no step "
-        "of it",
-        fix="count what is skipped in the unit in which it was saved: batches of one rank, or samples of all ranks",
-    )

@@ -1,6 +1,6 @@
 """Whether the ranks together use every sample once an epoch, in another order each epoch, of one and the same data.
 
-A pass of a DataLoader belongs to training if an optimizer stepped while it lasted. Samples are told apart by their
+A pass of a DataLoader belongs to training if an optimizer stepped while it lasted. Samples are distinguished by their
 index where the dataset has one and all ranks hold the same dataset; else by what is in them.
 """
 
@@ -18,10 +18,8 @@ from samestep.text import plural
 from samestep.verification.findings import AGREES, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import parted, resumed
-from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.record import PassKey, Rank, Record, both, line_of, pass_of
 from samestep.verification.report import Report
-
-__all__: list[str] = []
 
 UNDIVIDED = "the ranks draw from the whole dataset, each for itself ({})"
 DIVIDE = "DataLoader(…, sampler=DistributedSampler(dataset)), or samestep.shards(dataset, world, batch_size=…)"
@@ -37,14 +35,37 @@ _MET = 10  # indices in common, to be expected by chance; then there is one but 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of one rank over one DataLoader."""
+    """One pass of one rank over one DataLoader; `rest` has batches that it would have yielded, had it not been cut."""
 
     rank: int
     about: Event
     batches: list[Event]
     complete: bool
     backwards: int
-    rest: list[list[int]] | None = None  # of the batches that it would have yielded, had it not been ended early
+    rest: list[list[int]] | None = None
+
+    @property
+    def key(self) -> PassKey:
+        return pass_of(self.about)
+
+    @property
+    def line(self) -> str:
+        """Where its DataLoader was made."""
+        return line_of(self.about["key"])
+
+    @property
+    def number(self) -> int:
+        return int(self.about["number"])
+
+    @property
+    def sampler(self) -> str:
+        return str(self.about["sampler"])
+
+    @property
+    def size(self) -> int | None:
+        """How many samples the dataset has."""
+        size: int | None = self.about["samples"]
+        return size
 
     @cached_property
     def parts(self) -> list[list[int]] | None:
@@ -69,47 +90,50 @@ class Pass:
         return [row for batch in self.batches for row in batch["rows"]]
 
     @property
+    def order(self) -> list[Any]:
+        return self.rows if self.indices is None else self.indices
+
+    @property
     def is_training(self) -> bool:
-        """Whether it was trained on."""
         return self.backwards > 0
 
     @property
     def divided_at(self) -> str:
         """The line that gives the rank its samples: of a DistributedSampler, else of the loader."""
-        return self.about.get("sampler_made") or self.about["key"].rpartition("#")[0]
+        return self.about.get("sampler_made") or self.line
 
 
 def passes(rank: Rank) -> list[Pass]:
     """Returns a rank's passes, in the order in which they began."""
-    batches: dict[tuple[str, int], list[Event]] = {}
+    batches: dict[PassKey, list[Event]] = {}
     for event in rank.of("batch"):
-        batches.setdefault((event["key"], event["number"]), []).append(event)
-    done = {(event["key"], event["number"]) for event in rank.of("passed") if event.get("cut") is None}
-    rest = {(event["key"], event["number"]): event["indices"] for event in rank.of("rest")}
+        batches.setdefault(pass_of(event), []).append(event)
+    done = {pass_of(event) for event in rank.of("passed") if event.get("cut") is None}
+    rest = {pass_of(event): event["indices"] for event in rank.of("rest")}
     trained = _trained(rank)
     return [
         Pass(rank.number, event, batches.get(name, []), name in done, trained[name], rest.get(name))
         for event in rank.of("pass")
-        for name in [(event["key"], event["number"])]
+        for name in [pass_of(event)]
     ]
 
 
-def _trained(rank: Rank) -> Counter[tuple[str, int]]:
+def _trained(rank: Rank) -> Counter[PassKey]:
     """How many backward passes began while each pass had yielded a batch, and none had begun to load after it."""
-    counts: Counter[tuple[str, int]] = Counter()
-    yielded: set[tuple[str, int]] = set()
-    over: set[tuple[str, int]] = set()  # but for a batch that was loaded ahead
+    counts: Counter[PassKey] = Counter()
+    yielded: set[PassKey] = set()
+    over: set[PassKey] = set()  # but for a batch that was loaded ahead
     for event in rank.of("batch", "passed", "backward"):
         if event["kind"] == "backward":
             counts.update(yielded)
             yielded.clear()
         elif event["kind"] == "passed":
-            over.add((event["key"], event["number"]))
+            over.add(pass_of(event))
         else:
             left = {name for name in yielded if name[0] == event["key"] and name[1] != event["number"]}  # looked into
             yielded -= over | left
             over.clear()
-            yielded |= {(event["key"], event["number"])} if event["training"] else set()
+            yielded |= {pass_of(event)} if event["training"] else set()
     return counts
 
 
@@ -121,10 +145,10 @@ def are_loaded(record: Record) -> bool:
 def cut_after_loading(record: Record) -> bool:
     """Returns whether all ranks load the same batches, and the model of each gets a part of its own of them."""
     ranks = record.data.ranks
-    told = [_used_of_loaded(rank) for rank in ranks]
-    windows = [window for window in told[0] if all(window in theirs for theirs in told)] if len(told) > 1 else []
+    found = [_used_of_loaded(rank) for rank in ranks]
+    windows = [window for window in found[0] if all(window in theirs for theirs in found)] if len(found) > 1 else []
     for window in windows:
-        loaded, used = zip(*(theirs[window] for theirs in told), strict=True)
+        loaded, used = zip(*(theirs[window] for theirs in found), strict=True)
         together: set[str] = set().union(*used)
         is_one = bool(loaded[0]) and all(batches == loaded[0] for batches in loaded)
         if not is_one or sum(map(len, used)) > len(together) or len(together) > sum(map(len, loaded[0])):
@@ -151,8 +175,8 @@ def loads_for_all(record: Record) -> int | None:
 
 def together(record: Record) -> list[list[Pass]]:
     """Returns the passes that all ranks have made, one list for each."""
-    mine = [{(one.about["key"], one.about["number"]): one for one in passes(rank)} for rank in record.ranks]
-    return [[theirs[name] for theirs in mine] for name in mine[0] if all(name in theirs for theirs in mine)]
+    mine = [{one.key: one for one in passes(rank)} for rank in record.ranks]
+    return [[theirs[key] for theirs in mine] for key in mine[0] if all(key in theirs for theirs in mine)]
 
 
 def judge(record: Record, report: Report, own_pace: OwnPace | None = None) -> None:
@@ -163,16 +187,15 @@ def judge(record: Record, report: Report, own_pace: OwnPace | None = None) -> No
     if cut_after_loading(record):  # each sample once, then, is each sample once on each of them
         training = [group[:1] for group in training]
     if not training:
-        report.cover(
-            "data", unchecked("no DataLoader tells which samples were trained on, and no gradients were compared")
-        )
+        why = "no DataLoader tells which samples were trained on, and no gradients were compared"
+        report.cover("data", unchecked(why))
         report.add(resumed.judge(record, own_pace))
         report.add(parted.judge(record, own_pace))
         return
     for group in training:
-        report.add(
-            _first_of_its_kind([*_lengths(group), *_same_data(group, record), *_once(group, record, own_pace)], report)
-        )
+        found = [*_lengths(group), *_same_data(group, record), *_once(group, record, own_pace)]
+        known = {(one.code, one.severity, one.where) for one in report.findings}  # in the first epoch and in the next
+        report.add([one for one in found if (one.code, one.severity, one.where) not in known])
     report.add(_orders(training, draws=any(rank.of("order") for rank in record.ranks)))
     report.add(_dropped(record, training))
     report.add(resumed.judge(record, own_pace))
@@ -184,24 +207,22 @@ def judge(record: Record, report: Report, own_pace: OwnPace | None = None) -> No
 
 def judge_sampler(record: Record, alone: Record, report: Report) -> None:
     """Adds whether one process draws samples with replacement, by their weights say, of which ranks take each once."""
-    drawn = {
-        (event["key"], event["number"]): event["sampler"] for rank in alone.ranks for event in rank.of("draws_again")
-    }
+    drawn = {pass_of(event): event["sampler"] for rank in alone.ranks for event in rank.of("draws_again")}
     for group in together(record.data):
-        name = (group[0].about["key"], group[0].about["number"])
+        first = group[0]
         indices = [index for one in group for index in one.indices or []]
-        size = group[0].about["samples"] or 0
+        size = first.size or 0
         pairs = len(indices) * (len(indices) - 1) / 2
         are_unlike = len(set(indices)) == len(indices) and pairs >= _DRAWN * max(size, 1)
-        if name in drawn and are_unlike:
-            used = group[0].about["sampler"]
-            cause = (
-                f"one process draws its samples with replacement ({drawn[name]}), and the ranks take each of {size} "
+        if first.key in drawn and are_unlike:
+            found = Finding(
+                code="samples-missing",
+                where=first.line,
+                cause=f"one process draws its samples with replacement ({drawn[first.key]}), and the ranks take each "
+                f"of {size} once ({first.sampler}): samples that the sampler repeats are not repeated",
+                fix="give every rank its part, [rank::world_size], of the indices that one sampler draws with one seed",
             )
-            cause += f"once ({used}): samples that the sampler repeats are not repeated"
-            fix = "give every rank its part, [rank::world_size], of the indices that one sampler draws with one seed"
-            where = name[0].rpartition("#")[0]
-            report.add([Finding(code="samples-missing", where=where, cause=cause, fix=fix)])
+            report.add([found])
             return
 
 
@@ -219,15 +240,14 @@ def _shared(record: Record) -> Iterator[Finding]:
         place = wraps[-1].index(rank.number) if wraps and rank.number in wraps[-1] else 0
         if rank.number in numbers or place >= len(numbers):
             continue
-        theirs = {_place(event): event for event in record.data.ranks[place].of("batch") if event["training"]}
-        for event in rank.of("batch"):
-            other = theirs.get(_place(event))
-            if event["training"] and other is not None and event["rows"] != other["rows"]:
+        mine, theirs = _training_batches(rank), _training_batches(record.data.ranks[place])
+        for _, other, event in both(theirs, mine):
+            if event["rows"] != other["rows"]:
                 yield Finding(
                     code="batches-differ",
                     rank=rank.number,
                     step=event["window"],
-                    where=event["key"].rpartition("#")[0],
+                    where=line_of(event["key"]),
                     cause=f"rank {rank.number} and rank {numbers[place]} hold parts of the same parameters, and at "
                     f"step {event['window']} they train on different batches",
                     fix="give the ranks of one tensor-parallel group the same batches: shard the data by the rank in "
@@ -236,37 +256,31 @@ def _shared(record: Record) -> Iterator[Finding]:
                 return
 
 
-def _place(batch: Event) -> tuple[str, int, int]:
-    return batch["key"], batch["number"], batch["index"]
-
-
-def _first_of_its_kind(findings: Sequence[Finding], report: Report) -> Iterator[Finding]:
-    """What is wrong in the first epoch is so in the next ones too, and told once."""
-    known = {(one.code, one.severity, one.where) for one in report.findings}
-    yield from (one for one in findings if (one.code, one.severity, one.where) not in known)
+def _training_batches(rank: Rank) -> dict[tuple[PassKey, int], Event]:
+    return {(pass_of(batch), batch["index"]): batch for batch in rank.of("batch") if batch["training"]}
 
 
 def _lengths(group: Sequence[Pass]) -> Iterator[Finding]:
-    sizes = [one.about["samples"] for one in group]
-    if len(set(sizes)) > 1 and _is_split(group):
-        rank = next(i for i, size in enumerate(sizes) if size != sizes[0])
-        yield _datasets(group, rank, f"has {sizes[rank]} samples, that of rank 0 {sizes[0]}")
+    other = next((one for one in group if one.size != group[0].size), None)
+    if other is not None and _is_split(group):
+        yield _datasets(group, other, f"has {other.size} samples, that of rank 0 {group[0].size}")
 
 
-def _datasets(group: Sequence[Pass], rank: int, what: str) -> Finding:
+def _datasets(group: Sequence[Pass], other: Pass, what: str) -> Finding:
     return Finding(
         code="datasets-differ",
-        rank=group[rank].rank,
-        where=group[rank].about.get("made") or group[0].about["key"].rpartition("#")[0],
-        cause=f"the dataset of rank {group[rank].rank} {what}",
+        rank=other.rank,
+        where=other.about.get("made") or group[0].line,
+        cause=f"the dataset of rank {other.rank} {what}",
         fix="build the dataset alike on all ranks: sort what a directory lists, seed every split alike",
     )
 
 
 def _is_split(group: Sequence[Pass]) -> bool:
     """Whether the indices themselves are cut between the ranks, which needs one dataset on all."""
-    apart = _disjoint([set(one.indices or ()) for one in group]) and not _have_hardly_met(group)
-    return apart or group[0].about["sampler"] == "DistributedSampler"
+    parts = [set(one.indices or ()) for one in group]
+    are_disjoint = all(parts) and len(set().union(*parts)) == sum(map(len, parts))
+    return (are_disjoint and not _have_hardly_met(group)) or group[0].sampler == "DistributedSampler"
 
 
 def _have_hardly_met(group: Sequence[Pass]) -> bool:
@@ -274,23 +288,17 @@ def _have_hardly_met(group: Sequence[Pass]) -> bool:
     drawn = [one.indices or [] for one in group]
     pairs = sum(len(first) * len(other) for first, other in combinations(drawn, 2))
     shuffled = all(indices != sorted(indices) for indices in drawn) and not all(one.is_known for one in group)
-    return shuffled and pairs < _MET * max(one.about["samples"] or 0 for one in group)
-
-
-def _disjoint(sets: Sequence[set[Any]]) -> bool:
-    union: set[Any] = set().union(*sets)
-    return all(sets) and len(union) == sum(map(len, sets))
+    return shuffled and pairs < _MET * max(one.size or 0 for one in group)
 
 
 def _same_data(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
     """Whether one index means one sample on all ranks; what each rank showed of its dataset is compared."""
     prints = [_fingerprint(record.ranks[i], one.about["key"]) for i, one in enumerate(group)]
-    for rank, told in enumerate(prints[1:], 1):
-        if told is not None and prints[0] is not None and _is_split(group):
-            differ = _unlike(prints[0], told)
-            if differ is not None:
-                yield _datasets(group, rank, f"has another sample {differ} than that of rank 0")
-                return
+    for other, samples in zip(group, prints, strict=True):
+        unequal = None if samples is None or prints[0] is None else _unlike(prints[0], samples)
+        if unequal is not None and _is_split(group):
+            yield _datasets(group, other, f"has another sample {unequal} than that of rank 0")
+            return
 
 
 def _fingerprint(rank: Rank, key: str) -> list[tuple[str, str]] | None:
@@ -305,24 +313,23 @@ def _unlike(first: list[tuple[str, str]], other: list[tuple[str, str]]) -> str |
 def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> Iterator[Finding]:
     """Whether each sample is used once: over all ranks, as far as the pass went on all of them."""
     by_index = mean_the_same(group, record)
-    identities = _identities(group, by_index=by_index)
+    identities: list[list[Any]] = [one.indices or [] if by_index else one.rows for one in group]
     padded = by_index and any(len(one.parts or ()) > 1 for one in group) and fills_up(group)
     drawn = by_index and not padded and all(len(set(one.indices or ())) < len(one.indices or ()) for one in group)
-    if identities is None or drawn or any(one.about["replacement"] for one in group):
+    if (not by_index and not all(identities)) or drawn or any(one.about["replacement"] for one in group):
         yield from _alike(group)
         return
     counts = Counter(identity for theirs in identities for identity in theirs)
     repeated = [identity for identity, count in counts.items() if count > 1]
     extra = sum(counts.values()) - len(counts)
-    size = group[0].about["samples"]
-    where = group[0].divided_at
-    if extra and (padded or _is_padding(group, extra)):
+    size, where = group[0].size, group[0].divided_at
+    if extra and (padded or (group[0].sampler == "DistributedSampler" and extra < len(group))):
         yield Finding(
             code="samples-repeated",
             severity="note",
             where=where,
             cause=f"{plural(extra, 'sample')} of {size} used twice in an epoch, so that every rank gets as many: "
-            f"{group[0].about.get('cut_by') or group[0].about['sampler']} pads",
+            f"{group[0].about.get('cut_by') or group[0].sampler} pads",
             fix="leave the incomplete part out (drop_last=True), or samestep.shards, which cuts exactly",
         )
     elif extra > (0 if by_index else _BY_CHANCE * sum(counts.values())):
@@ -349,27 +356,30 @@ def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> It
 
 def _yields_twice(one: Pass) -> bool:
     """Whether most batches of a pass come twice: two workers yield the same stream."""
-    told = Counter(tuple(batch["rows"]) for batch in one.batches)
-    return 2 * sum(count - 1 for count in told.values()) >= len(one.batches) > 1
+    batches = Counter(tuple(batch["rows"]) for batch in one.batches)
+    return 2 * sum(count - 1 for count in batches.values()) >= len(one.batches) > 1
 
 
 def _repeats_alone(group: Sequence[Pass], alone: Record, share: float) -> bool:
     """Whether one process, too, meets samples again in a pass over this loader: at least half as often."""
-    line = group[0].about["key"].rpartition("#")[0]
-    for one in passes(alone.ranks[0]) if alone.ranks else ():
+    for one in _training_alone(group, alone):
         used: list[Any] = one.indices or one.rows
-        if one.is_training and one.about["key"].rpartition("#")[0] == line and used:
+        if used:
             return 1 - len(set(used)) / len(used) >= share / 2
     return False
 
 
+def _training_alone(group: Sequence[Pass], alone: Record) -> list[Pass]:
+    """The training passes of one process over the loaders of this line."""
+    made = [one for rank in alone.ranks[:1] for one in passes(rank)]
+    return [one for one in made if one.is_training and one.line == group[0].line]
+
+
 def _misses_alone(group: Sequence[Pass], alone: Record, missing: int) -> bool:
     """Whether one process, too, leaves samples out of a pass over this loader: at least half as many."""
-    line = group[0].about["key"].rpartition("#")[0]
-    for one in passes(alone.ranks[0]) if alone.ranks else ():
-        size = one.about["samples"]
-        if one.is_training and one.about["key"].rpartition("#")[0] == line and one.is_known and one.indices and size:
-            return 2 * (int(size) - len(set(one.indices))) >= missing
+    for one in _training_alone(group, alone):
+        if one.is_known and one.indices and one.size:
+            return 2 * (one.size - len(set(one.indices))) >= missing
     return False
 
 
@@ -381,10 +391,8 @@ def _follows_a_cut(rank: Rank, one: Pass) -> bool:
 
 def _read_alone(group: Sequence[Pass], alone: Record) -> Pass | None:
     """The same pass of one process; a line that makes a loader for each pass gives each another key."""
-    key, number = group[0].about["key"], group[0].about["number"]
-    told = passes(alone.ranks[0]) if alone.ranks else []
-    named = [one for one in told if (one.about["key"], one.about["number"]) == (key, number)]
-    return named[0] if named and named[0].rows else None
+    made = [one for rank in alone.ranks[:1] for one in passes(rank) if one.key == group[0].key]
+    return made[0] if made and made[0].rows else None
 
 
 def passed_over(parts: Sequence[Sequence[str]], stream: Sequence[str], *, are_whole: bool = False) -> int:
@@ -440,74 +448,71 @@ def _begun_before(group: Sequence[Pass], record: Record) -> set[Any]:
 
     A training that resumes makes its loader anew, and skips what was used.
     """
-    line, number = group[0].about["key"].rpartition("#")[0], group[0].about["key"]
-    earlier = [
+    others = [
         one
         for rank in record.ranks
         for one in passes(rank)
-        if one.about["key"].rpartition("#")[0] == line and one.about["key"] != number and not one.complete
+        if one.line == group[0].line and one.about["key"] != group[0].about["key"]
     ]
-    return {index for one in earlier for index in one.indices or ()}
+    return {index for one in others if not one.complete for index in one.indices or ()}
 
 
 def mean_the_same(group: Sequence[Pass], record: Record) -> bool:
     """Returns whether one index means one sample on every rank; a rank may have a dataset of its own."""
     prints = [_fingerprint(record.ranks[i], one.about["key"]) for i, one in enumerate(group)]
     first = prints[0]
-    alike = ((told is None) is (first is None) and _unlike(first or [], told or []) is None for told in prints)
-    return all(one.indices is not None for one in group) and all(alike)
-
-
-def _identities(group: Sequence[Pass], *, by_index: bool) -> list[list[Any]] | None:
-    if by_index:
-        return [one.indices or [] for one in group]
-    rows = [one.rows for one in group]
-    return rows if all(rows) else None
-
-
-def _is_padding(group: Sequence[Pass], extra: int) -> bool:
-    return group[0].about["sampler"] == "DistributedSampler" and extra < len(group)
+    equal = ((other is None) is (first is None) and _unlike(first or [], other or []) is None for other in prints)
+    return all(one.indices is not None for one in group) and all(equal)
 
 
 def fills_up(group: Sequence[Pass]) -> bool:
     """Returns whether every sample is used, and only the ranks' last batches repeat any: they are filled up."""
     used = {index for one in group for index in one.indices or ()}
     before = [index for one in group for part in (one.parts or [])[:-1] for index in part]
-    whole = all(one.is_known for one in group) and len(used) == group[0].about["samples"]
+    whole = all(one.is_known for one in group) and len(used) == group[0].size
     return whole and len(before) == len(set(before))
 
 
 def _repeated(group: Sequence[Pass], identities: list[list[Any]], extra: int, count: int, where: str) -> Finding:
-    within = sum(len(theirs) - len(set(theirs)) for theirs in identities)
-    iterable = group[0].indices is None
-    if within and iterable and group[0].about["workers"] > 1:
-        cause = f"each of {group[0].about['workers']} workers of a rank yields the same samples"
-        fix = "split the stream by worker too: info = get_worker_info(); yield every (rank·workers + info.id)-th sample"
-    elif iterable:
-        cause = "each rank yields the same samples: the stream is not split by rank"
-        fix = "itertools.islice(samples, rank, None, world_size)"
-    else:
-        cause = UNDIVIDED.format(group[0].about["sampler"])
-        fix = DIVIDE
-        if (same := _same_rank(group)) is not None:
-            cause = f"the {group[0].about['sampler']} of every rank has rank={same[0]} of {same[1]}"
-            fix = f"{group[0].about['sampler']}(dataset), which asks the process group, or rank=dist.get_rank()"
-    if not iterable and where != group[0].divided_at:
+    first = group[0]
+    cause, fix = _why_repeated(group, identities)
+    if first.indices is not None and where != first.divided_at:
         cause = f"each rank draws an order of its own at {where}, and parts of different orders overlap"
         fix = "draw the order from a generator that all ranks seed alike, with the epoch: seed + epoch"
     return Finding(
         code="samples-repeated",
         where=where,
-        cause=f"in epoch {group[0].about['number']} {plural(count, 'sample')} are used more than once ({extra} uses "
-        f"too many): {cause}",
+        cause=f"in epoch {first.number} {plural(count, 'sample')} are used more than once ({extra} uses too many): "
+        f"{cause}",
         fix=fix,
     )
 
 
+def _why_repeated(group: Sequence[Pass], identities: list[list[Any]]) -> tuple[str, str]:
+    """Returns the cause and the fix."""
+    first = group[0]
+    is_within = any(len(theirs) > len(set(theirs)) for theirs in identities)
+    if first.indices is None and is_within and first.about["workers"] > 1:
+        return (
+            f"each of {first.about['workers']} workers of a rank yields the same samples",
+            "split the stream by worker too: info = get_worker_info(); yield every (rank·workers + info.id)-th sample",
+        )
+    if first.indices is None:
+        return (
+            "each rank yields the same samples: the stream is not split by rank",
+            "itertools.islice(samples, rank, None, world_size)",
+        )
+    if (same := _same_rank(group)) is not None:
+        return (
+            f"the {first.sampler} of every rank has rank={same[0]} of {same[1]}",
+            f"{first.sampler}(dataset), which asks the process group, or rank=dist.get_rank()",
+        )
+    return UNDIVIDED.format(first.sampler), DIVIDE
+
+
 def _drawn_apart(record: Record) -> str | None:
     """The user's line at which samplers draw their order, if it is another on each rank."""
-    told = [rank.of("order") for rank in record.ranks]
-    for events in zip(*told, strict=False):
+    for events in zip(*(rank.of("order") for rank in record.ranks), strict=False):
         if len({event["where"] for event in events}) == 1 and len({event["digest"] for event in events}) > 1:
             return str(events[0]["where"])
     return None
@@ -515,9 +520,9 @@ def _drawn_apart(record: Record) -> str | None:
 
 def _same_rank(group: Sequence[Pass]) -> tuple[int, int] | None:
     """Rank and number of ranks that the samplers take themselves for, where all take themselves for one."""
-    told = {(one.about.get("rank"), one.about.get("replicas")) for one in group}
-    rank, replicas = told.pop()
-    return None if told or rank is None or replicas is None else (rank, replicas)
+    places = {(one.about.get("rank"), one.about.get("replicas")) for one in group}
+    rank, replicas = places.pop()
+    return None if places or rank is None or replicas is None else (rank, replicas)
 
 
 def _drops_incomplete_batch(group: Sequence[Pass], missing: int) -> bool:
@@ -527,34 +532,28 @@ def _drops_incomplete_batch(group: Sequence[Pass], missing: int) -> bool:
 
 
 def _missing(group: Sequence[Pass], missing: int, size: int, where: str, *, as_alone: bool) -> Finding:
-    cause = f"in epoch {group[0].about['number']} {plural(missing, 'sample')} of {size} are used on no rank"
-    if as_alone or _drops_incomplete_batch(group, missing):
-        why = f"{group[0].about['sampler']} leaves out what fills no batch of all ranks"
-        if as_alone:
-            why = "one process leaves samples out of a pass as well"
+    cause = f"in epoch {group[0].number} {plural(missing, 'sample')} of {size} are used on no rank"
+    why = None
+    if as_alone:
+        why = "one process leaves samples out of a pass as well"
+    elif _drops_incomplete_batch(group, missing):
+        why = f"{group[0].sampler} leaves out what fills no batch of all ranks"
+    if why is not None:
         return Finding(code="samples-missing", severity="note", where=where, cause=f"{cause}: {why}")
-    return Finding(
-        code="samples-missing",
-        where=where,
-        cause=cause,
-        fix=DIVIDE,
-    )
+    return Finding(code="samples-missing", where=where, cause=cause, fix=DIVIDE)
 
 
 def _alike(group: Sequence[Pass]) -> Iterator[Finding]:
     """Drawn with replacement, samples may come twice; but not in the same sequence on two ranks."""
-    drawn = [one.indices if one.indices is not None else one.rows for one in group]
-    for rank, theirs in enumerate(drawn[1:], 1):
-        if theirs and theirs == drawn[0]:
-            yield Finding(
-                code="samples-repeated",
-                rank=group[rank].rank,
-                where=group[0].about["key"].rpartition("#")[0],
-                cause=f"rank {group[rank].rank} draws the very samples that rank 0 draws, in the same order "
-                f"({group[0].about['sampler']})",
-                fix="give each rank's sampler a generator of its own: torch.Generator().manual_seed(seed + rank)",
-            )
-            return
+    other = next((one for one in group[1:] if one.order and one.order == group[0].order), None)
+    if other is not None:
+        yield Finding(
+            code="samples-repeated",
+            rank=other.rank,
+            where=group[0].line,
+            cause=f"rank {other.rank} draws the very samples that rank 0 draws, in the same order ({group[0].sampler})",
+            fix="give each rank's sampler a generator of its own: torch.Generator().manual_seed(seed + rank)",
+        )
 
 
 def _orders(training: list[list[Pass]], draws: bool) -> Iterator[Finding]:
@@ -562,24 +561,19 @@ def _orders(training: list[list[Pass]], draws: bool) -> Iterator[Finding]:
 
     An order that no sampler is asked to shuffle, such as one by length, may be the same in all of them.
     """
-    by_key: dict[str, list[list[Pass]]] = {}
+    by_key: dict[str, list[Pass]] = {}
     for group in training:
-        by_key.setdefault(group[0].about["key"], []).append(group)
-    for key, groups in by_key.items():
-        for earlier, later in pairwise(groups):
-            first, second = _order(earlier), _order(later)
-            common = min(len(first), len(second))
-            was_drawn = _was_drawn(first, earlier[0], later[0], draws)
-            if common > 1 and first[:common] == second[:common] and was_drawn:
-                yield _same_order(key, earlier[0], common)
+        by_key.setdefault(group[0].about["key"], []).append(group[0])
+    for ranks_passes in by_key.values():
+        for earlier, later in pairwise(ranks_passes):
+            common = min(len(earlier.order), len(later.order))
+            is_same = common > 1 and earlier.order[:common] == later.order[:common]
+            if is_same and _was_drawn(earlier, later, draws):
+                yield _same_order(earlier, common)
                 return
 
 
-def _order(group: Sequence[Pass]) -> list[Any]:
-    return group[0].indices if group[0].indices is not None else group[0].rows
-
-
-def _was_drawn(order: list[Any], earlier: Pass, later: Pass, draws: bool) -> bool:
+def _was_drawn(earlier: Pass, later: Pass, draws: bool) -> bool:
     """Whether somebody shuffled: an order that simply ascends was meant, and so is a stream's, unless it has epochs."""
     if earlier.about.get("dataset_epoch") != later.about.get("dataset_epoch"):
         if earlier.indices is None:
@@ -587,43 +581,39 @@ def _was_drawn(order: list[Any], earlier: Pass, later: Pass, draws: bool) -> boo
         if earlier.about["workers"]:  # they may live on with a copy of the dataset that does not know its epoch
             return all(map(eq, earlier.rows, later.rows))
     is_asked_for = draws or earlier.about.get("shuffles", True)
-    return is_asked_for and earlier.indices is not None and order != sorted(order)
+    return is_asked_for and earlier.indices is not None and earlier.indices != sorted(earlier.indices)
 
 
-def _same_order(key: str, one: Pass, common: int) -> Finding:
-    sampler = one.about["sampler"]
-    fix = "sampler.set_epoch(epoch)    # at the start of every epoch" if sampler == "DistributedSampler" else None
+def _same_order(one: Pass, common: int) -> Finding:
+    why = f"{one.sampler}, whose epoch stays {one.about['epoch']}"
+    if one.about["workers"] and one.about.get("dataset_epoch") is not None:
+        why = "the dataset knows its epoch, and its workers live on with a copy that does not"
+    fix = "draw the order anew in every epoch, from seed and epoch"
+    if one.sampler == "DistributedSampler":
+        fix = "sampler.set_epoch(epoch)    # at the start of every epoch"
     return Finding(
         code="same-order-every-epoch",
-        where=key.rpartition("#")[0],
-        cause=f"epoch {one.about['number'] + 1} begins with the same {common} samples in the same order as epoch "
-        f"{one.about['number']}, and the order is a shuffled one ({_whose(one, sampler)})",
-        fix=fix or "draw the order anew in every epoch, from seed and epoch",
+        where=one.line,
+        cause=f"epoch {one.number + 1} begins with the same {common} samples in the same order as epoch {one.number}, "
+        f"and the order is a shuffled one ({why})",
+        fix=fix,
     )
 
 
-def _whose(one: Pass, sampler: str) -> str:
-    if one.about["workers"] and one.about.get("dataset_epoch") is not None:
-        return "the dataset knows its epoch, and its workers live on with a copy that does not"
-    return f"{sampler}, whose epoch stays {one.about['epoch']}"
-
-
 def _dropped(record: Record, training: list[list[Pass]]) -> Iterator[Finding]:
-    """Batches at the end of a pass that no step used in it: thrown away, or left to the next epoch's first step."""
+    """Whether a pass ends with batches that none of its steps used: dropped, or left to the next epoch's first step."""
     rank = record.ranks[0]
     stepped = {event["window"]: event for event in rank.steps}
     full = _most_backwards(rank)
-    keys = {group[0].about["key"]: group[0].about["number"] for group in training}  # the last pass over each
-    for group in training:
-        one = group[0]
+    last_passes = {group[0].about["key"]: group[0].number for group in training}
+    for one in (group[0] for group in training):
         if not one.complete or not one.batches:
             continue
         last = one.batches[-1]["window"]
         rest = [batch for batch in one.batches if batch["window"] == last]
-        here = [batch for batch in rank.of("batch") if batch["window"] == last and batch["key"] in keys]
-        shared = {(batch["key"], batch["number"]) for batch in here}
-        if last in stepped and len(shared) > 1 and one.about["number"] < keys[one.about["key"]]:
-            backwards = _backwards(rank, last)
+        shared = {pass_of(batch) for batch in rank.in_window(last, "batch") if batch["key"] in last_passes}
+        if last in stepped and len(shared) > 1 and one.number < last_passes[one.about["key"]]:
+            backwards = len(rank.in_window(last, "backward"))
             if full is not None and backwards > full:
                 yield _leaked(one, rest, stepped[last], backwards)
                 return
@@ -640,14 +630,10 @@ def _most_backwards(rank: Rank) -> int | None:
     """
     found = []
     for step in rank.steps:
-        batches = [one for one in rank.by_window[step["window"]] if one["kind"] == "batch" and one["training"]]
-        if batches and len({(one["key"], one["number"]) for one in batches}) == len({one["key"] for one in batches}):
-            found.append(_backwards(rank, step["window"]))
+        batches = [one for one in rank.in_window(step["window"], "batch") if one["training"]]
+        if batches and len({pass_of(one) for one in batches}) == len({one["key"] for one in batches}):
+            found.append(len(rank.in_window(step["window"], "backward")))
     return max(found, default=None)
-
-
-def _backwards(rank: Rank, window: int) -> int:
-    return sum(event["kind"] == "backward" for event in rank.by_window[window])
 
 
 def _leaked(one: Pass, rest: list[Event], step: Event, backwards: int) -> Finding:
@@ -655,8 +641,8 @@ def _leaked(one: Pass, rest: list[Event], step: Event, backwards: int) -> Findin
         code="gradient-differs",
         step=step["event"],
         where=step["where"],
-        cause=f"the last {plural(len(rest), 'batch')} of epoch {one.about['number']} fill no whole window, and their "
-        f"gradients are left to the first step of the next epoch ({backwards} backward passes in it)",
+        cause=f"the last {plural(len(rest), 'batch')} of epoch {one.number} fill no whole window, and their gradients "
+        f"are left to the first step of the next epoch ({backwards} backward passes in it)",
         fix="step at the last batch of an epoch too, divided by the number of batches that are in that step",
     )
 
@@ -666,7 +652,7 @@ def _unstepped(one: Pass, rest: list[Event]) -> Finding:
     return Finding(
         code="samples-missing",
         where=one.about["where"],
-        cause=f"the last {plural(len(rest), 'batch')} of epoch {one.about['number']} ({plural(samples, 'sample')} on "
-        "rank 0) were loaded, and no optimizer step used them",
+        cause=f"the last {plural(len(rest), 'batch')} of epoch {one.number} ({plural(samples, 'sample')} on rank 0) "
+        "were loaded, and no optimizer step used them",
         fix="step at the last batch of an epoch too: if (i + 1) % k == 0 or i + 1 == len(loader): optimizer.step()",
     )

@@ -1,9 +1,5 @@
 """Whether the ranks are replicas: the same parameters before and after every step, and the same gradients at it.
 
-    start ──► step 0: parameters before, gradients, parameters after ──► step 1: …
-              │                          │                      │
-              initial-state-differs      gradients-not-…        parameters-diverged
-
 What differs later only follows from what differed first, so the first difference is the finding.
 """
 
@@ -18,11 +14,8 @@ from samestep.text import listed, plural
 from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
 from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.causes import JOIN, NO_GROUP, OUTSIDE, diverged, of_gradients, of_parameters
-from samestep.verification.judging.record import Rank, Record
-from samestep.verification.judging.single import Run
+from samestep.verification.judging.record import Rank, Record, Run, beside_first
 from samestep.verification.report import Report
-
-__all__: list[str] = []
 
 _PART = "each rank holds a part of the model, cut by the script itself"
 _SOON = 16  # steps within which ranks that step by themselves average their parameters
@@ -60,9 +53,9 @@ def _unequal_copies(record: Record) -> Iterator[Finding]:
     """Whether models that a wrapper keeps alike have other values on some rank, where no step is seen."""
     for index, events in enumerate(zip(*(rank.of("replicas") for rank in record.ranks), strict=False)):
         if (bad := differing_ranks(list(events), "parameters")) is not None:
-            rank, names = bad
-            told = (record.ranks[0].number, record.ranks[rank].number, max(index - 1, 0), names)
-            yield diverged(*told, f"before backward pass {index}", OUTSIDE, events[0]["where"])
+            first, other = record.ranks[0].number, record.ranks[bad[0]].number
+            when = f"before backward pass {index}"
+            yield diverged(first, other, max(index - 1, 0), bad[1], when, OUTSIDE, events[0]["where"])
             return
 
 
@@ -108,11 +101,11 @@ def by_hand(record: Record, whole: Run) -> str | None:
     if record.is_cut or not record.steps or any(rank.of("called") for rank in record.ranks):
         return None
     shapes = [_shapes(rank) for rank in record.ranks]
-    alone = _shapes(whole.record.ranks[0]) if whole.record.ranks else {}
+    alone = _shapes(whole.rank)
     if not alone:
         apart = any(mine != shapes[0] for mine in shapes) or next(_initial(record), None) is not None
-        told = "the ranks hold different parameters, and the script does not run alone"
-        return told if apart and not record.wrappers else None
+        why = "the ranks hold different parameters, and the script does not run alone"
+        return why if apart and not record.wrappers else None
     held = [{name for step in rank.steps for name in step["parameters"]} for rank in record.ranks]
     if not all(alone.keys() <= names | mine.keys() for names, mine in zip(held, shapes, strict=True)):
         return _PART
@@ -135,41 +128,38 @@ def _shapes(rank: Rank) -> dict[str, str]:
 
 def _own(record: Record) -> list[str]:
     """The parameters that differ from the start and whose gradients never agree, where those of others do."""
-    starts = [next(iter(rank.of("start")), None) for rank in record.ranks]
-    told = [start["parameters"] for start in starts if start is not None]
-    apart = {name for other in told[1:] for name in differing(told[0], other)}
+    starts = [start["parameters"] for start in record.first_of("start") if start is not None]
+    apart = {name for other in starts[1:] for name in differing(starts[0], other)}
     for index in range(record.steps):
         events = record.events_of_step(index)
         apart &= {name for event in events[1:] for name in differing(events[0]["gradients"], event["gradients"])}
-    return sorted(apart) if told and len(apart) < len(told[0]) else []
+    return sorted(apart) if starts and len(apart) < len(starts[0]) else []
 
 
 def staged(record: Record) -> Event | None:
-    """Returns what the first rank told of its pipeline, where that has several stages."""
-    told = record.ranks[0].of("staged") if record.ranks else []
-    return next((event for event in told if event["stages"] > 1), None)
+    """Returns what the first rank recorded of its pipeline, where that has several stages."""
+    return next((event for rank in record.ranks[:1] for event in rank.of("staged") if event["stages"] > 1), None)
 
 
 def several(record: Record) -> Event | None:
-    """Returns what the first rank told of a pipeline all of whose stages each process holds, on devices of its own."""
-    told = record.ranks[0].of("staged") if record.ranks else []
-    return next((event for event in told if event["stages"] == 1 and event["held"] > 1), None)
+    """Returns what the first rank recorded of a pipeline whose stages each process holds, on devices of its own."""
+    pipelines = [event for rank in record.ranks[:1] for event in rank.of("staged")]
+    return next((event for event in pipelines if event["stages"] == 1 and event["held"] > 1), None)
 
 
 def scheduled(record: Record) -> list[tuple[int, Event]]:
-    """Returns what ranks told of steps of torch.distributed.pipelining, each with its rank."""
+    """Returns what ranks recorded of steps of torch.distributed.pipelining, each with its rank."""
     return [(rank.number, event) for rank in record.ranks for event in rank.of("scheduled")]
 
 
 def orders(record: Record) -> Iterator[Finding]:
     """Yields the first of the ranks' models or optimizers that have their parameters in different orders."""
     for kind in ("wrap", "names"):
-        told = [[event["names"] for event in rank.of(kind)] for rank in record.ranks]
-        for rank, theirs in enumerate(told[1:], 1):
-            for number, (first, other) in enumerate(zip(told[0], theirs, strict=False)):
-                if first != other and (kind == "wrap" or sorted(first) == sorted(other)):
-                    yield _order(record, kind, number, rank, first, other)
-                    return
+        names = [dict(enumerate(event["names"] for event in rank.of(kind))) for rank in record.ranks]
+        for rank, number, first, other in beside_first(names):
+            if first != other and (kind == "wrap" or sorted(first) == sorted(other)):
+                yield _order(record, kind, number, record.ranks[rank], first, other)
+                return
 
 
 def _differ_by_name(record: Record) -> bool:
@@ -182,36 +172,33 @@ def _differ_by_name(record: Record) -> bool:
     )
 
 
-def _order(record: Record, kind: str, number: int, rank: int, first: list[str], other: list[str]) -> Finding:
+def _order(record: Record, kind: str, number: int, rank: Rank, first: list[str], other: list[str]) -> Finding:
     at = next((i for i, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), 0)
     here, there = (names[at] if at < len(names) else "nothing" for names in (first, other))
-    what = "registers" if kind == "wrap" else "gives its optimizer"
-    wheres = [event["where"] for event in record.ranks[rank].of("wrap" if kind == "wrap" else "optimizer")]
-    made_at = _made(record.ranks[rank].of(kind)[number], there)[0] if kind == "wrap" else None
+    if kind == "wrap":
+        wrap = rank.of("wrap")[number]
+        what, where = "registers", _made(wrap, there)[0] or wrap["where"]
+    else:
+        what, where = "gives its optimizer", next((one["where"] for one in rank.of("optimizer")[number:]), None)
     return Finding(
         code="parameter-order-differs",
         severity="error" if kind == "wrap" or _differ_by_name(record) else "note",
-        rank=record.ranks[rank].number,
+        rank=rank.number,
         tensor=there,
-        where=made_at or next(iter(wheres[number:]), None),
-        cause=f"rank {record.ranks[rank].number} {what} {there} where rank 0 has {here} (parameter {at}): the ranks "
-        "average, and broadcast, one tensor into another",
+        where=where,
+        cause=f"rank {rank.number} {what} {there} where rank 0 has {here} (parameter {at}): the ranks average, and "
+        "broadcast, one tensor into another",
         fix="register parameters in one order on all ranks: iterate over a list or sorted(...), not over a set",
     )
 
 
 def _initial(record: Record) -> Iterator[Finding]:
-    starts = [next(iter(rank.of("start")), None) for rank in record.ranks]
-    told = [(rank, start) for rank, start in zip(record.ranks, starts, strict=True) if start is not None]
-    bad = differing_ranks([start for _, start in told], "parameters")
-    if starts[0] is None or bad is None or _are_equal_by_the_first_step(record):
-        return
-    yield unequal_start(record, record.ranks.index(told[bad[0]][0]), bad[1])
-
-
-def _are_equal_by_the_first_step(record: Record) -> bool:
-    """Whether ranks have made their parameters equal before they step: gradients tell whether that was soon enough."""
-    return record.steps > 0 and differing_ranks(record.events_of_step(0), "parameters") is None
+    starts = {place: start for place, start in enumerate(record.first_of("start")) if start is not None}
+    bad = differing_ranks(list(starts.values()), "parameters")
+    # made equal before the first step: gradients tell whether that was early enough
+    are_equal = record.steps > 0 and differing_ranks(record.events_of_step(0), "parameters") is None
+    if 0 in starts and bad is not None and not are_equal:
+        yield unequal_start(record, [*starts][bad[0]], bad[1])
 
 
 def unequal_start(record: Record, rank: int, names: list[str], when: str = "before the first step") -> Finding:
@@ -233,9 +220,8 @@ def _initial_fix(record: Record) -> str:
     if record.has_no_group:
         return JOIN
     if "FullyShardedDataParallel" in record.wrappers:
-        return (
-            "FullyShardedDataParallel(model, sync_module_states=True), which sends rank 0's to all, and no change later"
-        )
+        wrapped = "FullyShardedDataParallel(model, sync_module_states=True)"
+        return f"{wrapped}, which sends rank 0's to all, and no change later"
     if record.ranks[0].of("wrap"):
         return "load or change weights before DistributedDataParallel(model), which sends rank 0's to all; not after it"
     return "for p in model.parameters(): dist.broadcast(p.data, src=0)    # once, before the first step"
@@ -248,8 +234,8 @@ def built_at(events: Sequence[Event], name: str) -> str | None:
 
 def _made(event: Event, name: str) -> tuple[str, str]:
     """The lines that make the module of a parameter, and the model that it is a part of; empty if not known."""
-    told: dict[str, tuple[str, str]] = dict(zip(event["names"], event.get("made", []), strict=False))
-    return told.get(name, ("", ""))
+    lines: dict[str, tuple[str, str]] = dict(zip(event["names"], event.get("made", []), strict=False))
+    return lines.get(name, ("", ""))
 
 
 def made(events: Sequence[Event]) -> str | None:
@@ -276,8 +262,8 @@ def averaged_behind(record: Record) -> int | None:
 
 def evaluates_apart(record: Record) -> bool:
     """Returns whether an evaluation runs while ranks that step by themselves have parameters of their own."""
-    told = _apart(record, "evaluated") if local_steps(record) is not None else ()
-    return any(apart and event["kind"] == "evaluated" for event, apart in told)
+    events = _apart(record, "evaluated") if local_steps(record) is not None else ()
+    return any(apart and event["kind"] == "evaluated" for event, apart in events)
 
 
 def _apart(record: Record, *kinds: str) -> Iterator[tuple[Event, int]]:
@@ -353,10 +339,10 @@ def differing_ranks(events: list[Event], key: str) -> tuple[int, list[str]] | No
     """
     known: dict[tuple[str, str], str] = {}
     for rank, event in enumerate(events):
-        told = {(name, place_of(digest)): digest for name, digest in event[key].items()}
-        if bad := [name for (name, place), digest in told.items() if known.get((name, place), digest) != digest]:
+        digests = {(name, place_of(digest)): digest for name, digest in event[key].items()}
+        if bad := [name for (name, place), digest in digests.items() if known.get((name, place), digest) != digest]:
             return rank, bad
-        known = told | known
+        known = digests | known
     return None
 
 

@@ -12,15 +12,12 @@ from samestep.verification.judging.resumed import same
 from samestep.verification.judging.states import differing
 from samestep.verification.report import Report
 
-__all__: list[str] = []
-
 OWN_STATE = "the state of the script's own code is seen in its first step behind the load, which was not compared"
 NOT_LOADED = "nothing that was saved was loaded again"
 OWN_NUMBER = ": what decides it is a rank's own number, such as a metric of its own samples"
 
 
 def judge(record: Record, report: Report) -> None:
-    """Adds what saves and loads tell."""
     saves = [(rank, event) for rank in record.ranks for event in rank.of("save")]
     resumed = [(rank, event) for rank in record.ranks for event in rank.of("resumed")]
     compared, unknown = False, []
@@ -77,10 +74,9 @@ def _without_buffers(record: Record) -> Iterator[Finding]:
 
 def _parts_saved_as_whole(record: Record) -> Iterator[Finding]:
     """Whether torch.distributed.checkpoint is given parts as plain tensors: of one name it writes one rank's."""
-    told = [rank.of("save_together") for rank in record.ranks]
-    starts = [start for rank in record.ranks for start in rank.of("start")[:1]]
+    starts = [start for start in record.first_of("start") if start is not None]
     places = [place_of(digest) for start in starts for digest in start["parameters"].values()]
-    for saves in zip(*told, strict=False):
+    for saves in zip(*(rank.of("save_together") for rank in record.ranks), strict=False):
         first = saves[0]["plain"]
         apart = [name for name, one in first.items() if any(other["plain"].get(name, one) != one for other in saves)]
         parts = [name for name in apart if any(place.endswith(f"+{first[name][1]}") for place in places)]
@@ -116,7 +112,7 @@ def _state_of(rank: Rank, saver: Rank, save: Event) -> Event | None:
 
 
 def _stepped(rank: Rank, event: int) -> dict[str, str]:
-    """The parameters behind the steps before an event."""
+    """The digests of the parameters after the steps before an event."""
     steps = [step for step in rank.steps if step["event"] < event]
     return {name: digest for step in steps for name, digest in (step["after"] or {}).items()}
 
@@ -133,28 +129,21 @@ def judge_saved(record: Record, whole: Record, report: Report) -> None:
 
 
 def judge_with(record: Record, compared: set[int], report: Report) -> None:
-    """Adds what saves and loads of the state of a script's own code tell.
-
-    Args:
-        record: of the ranks.
-        compared: the steps whose updates are as in one process.
-        report: to add to.
-    """
+    """Judges saves and loads of the state of a script's own code, by the steps whose updates are as in one process."""
     resumed = {event["event"] for rank in record.ranks for event in rank.of("resumed")}
     if report.coverage.get("checkpoint") == unchecked(OWN_STATE) and resumed <= compared:
-        report.cover(
-            "checkpoint", AGREES, "the first step behind the load is that of one process that has loaded its own"
-        )
+        margin = "the first step behind the load is that of one process that has loaded its own"
+        report.cover("checkpoint", AGREES, margin)
 
 
 def _partly_saved(record: Record, alone: Rank) -> Iterator[Finding]:
-    """Whether of a state that is cut over the ranks only some of them save their part."""
+    """Whether only some ranks save their part of a state that is cut over all ranks."""
     theirs = _saves([alone])
     for place, events in _saves(record.ranks).items():
         whole = theirs.get(place, [])
         if sum(event["numbers"] for event in events) >= sum(event["numbers"] for event in whole):
             continue
-        held, of_all = (sum(sum(event["own_state"].values()) for event in told) for told in (events, whole))
+        held, of_all = (sum(sum(event["own_state"].values()) for event in saves) for saves in (events, whole))
         if 0 < held < of_all:
             yield Finding(
                 code="checkpoint-inexact",
@@ -178,8 +167,10 @@ def judge_moments(record: Record, whole: Record, report: Report) -> None:
 
 def _saved_elsewhere(record: Record, alone: Rank) -> Iterator[Finding]:
     windows = [event["window"] for event in alone.events if "window" in event]
-    unplaced = [_window_of(event) for event in alone.events if event.get("placed") is False]  # with weights of its own
-    placed, reached = min(unplaced, default=record.steps), max(windows, default=0)
+    unplaced = [event for event in alone.events if event.get("placed") is False]  # with weights of its own
+    # of what belongs to an evaluation, the window in which that has begun
+    begun = [int(event["window"] if "window" in event else event["phase"].partition(".")[0]) for event in unplaced]
+    placed, reached = min(begun, default=record.steps), max(windows, default=0)
     moments = _moments([alone])
     for where, mine in _moments(record.ranks).items():
         theirs = moments.get(where, mine)
@@ -200,58 +191,48 @@ def _saved_elsewhere(record: Record, alone: Rank) -> Iterator[Finding]:
             return
 
 
-def _window_of(event: Event) -> int:
-    """Of what belongs to an evaluation, the window in which that has begun."""
-    return int(event["window"] if "window" in event else event["phase"].partition(".")[0])
-
-
 def _moments(ranks: Sequence[Rank]) -> dict[str, set[int]]:
-    """Behind how many steps something is saved, by line."""
+    """Line -> after how many steps it saves something."""
     moments: dict[str, set[int]] = {}
-    for rank in ranks:
-        for event in rank.of("save"):
-            moments.setdefault(event["where"], set()).add(event["window"])
+    for where, window in _saves(ranks):
+        moments.setdefault(where, set()).add(window)
     return moments
 
 
 def _saves(ranks: Sequence[Rank]) -> dict[tuple[str, int], list[Event]]:
     """What is saved at each line and step: a library may save every tensor by itself, in an order of its own."""
     saves: dict[tuple[str, int], list[Event]] = {}
-    for rank in ranks:
-        for event in rank.of("save"):
-            saves.setdefault((event["where"], event["window"]), []).append(event)
+    for event in (event for rank in ranks for event in rank.of("save")):
+        saves.setdefault((event["where"], event["window"]), []).append(event)
     return saves
 
 
 def _nothing_loaded(record: Record) -> Iterator[Finding]:
     """Whether a state was given to a model that has none of its names."""
-    for rank in record.ranks:
-        for event in rank.of("weights"):
-            if event["missing"] and event["missing"] == event["held"] and event["unexpected"]:
-                yield Finding(
-                    code="checkpoint-inexact",
-                    rank=rank.number,
-                    where=event["where"],
-                    cause=f"none of the {event['unexpected']} tensors that were given has a name that the model knows, "
-                    "so nothing was loaded, and strict=False says nothing",
-                    fix="take `module.` off the names, or load into the wrapped model; leave strict=False out",
-                )
-                return
+    loads = [(rank.number, event) for rank in record.ranks for event in rank.of("weights")]
+    for rank, event in loads:
+        if event["missing"] and event["missing"] == event["held"] and event["unexpected"]:
+            yield Finding(
+                code="checkpoint-inexact",
+                rank=rank,
+                where=event["where"],
+                cause=f"none of the {event['unexpected']} tensors that were given has a name that the model knows, so "
+                "nothing was loaded, and strict=False says nothing",
+                fix="take `module.` off the names, or load into the wrapped model; leave strict=False out",
+            )
+            return
 
 
 def _of_other_parts(rank: Rank, event: Event, saver: Rank, save: Event) -> Iterator[Finding]:
     """Whether a rank goes on with the parts of the parameters that another rank has saved of its own."""
-    step = rank.steps[event["event"]] if event["event"] < len(rank.steps) else None
+    step = _step_of(rank, event)
     parts = {} if step is None else {name: one for name, one in step["parameters"].items() if place_of(one)}
     theirs = _stepped(saver, save["event"])
-    if (
-        rank.number != saver.number
-        and parts
-        and all(
-            place_of(theirs.get(name)) not in {"", place_of(one)} and _value(theirs[name]) == _value(one)
-            for name, one in parts.items()
-        )
-    ):
+    are_theirs = all(
+        place_of(theirs.get(name)) not in {"", place_of(one)} and _value(theirs[name]) == _value(one)
+        for name, one in parts.items()
+    )
+    if rank.number != saver.number and parts and are_theirs:
         yield Finding(
             code="checkpoint-inexact",
             rank=rank.number,
@@ -265,33 +246,35 @@ def _of_other_parts(rank: Rank, event: Event, saver: Rank, save: Event) -> Itera
         )
 
 
+def _step_of(rank: Rank, event: Event) -> Event | None:
+    """The first step after a load."""
+    return rank.steps[event["event"]] if event["event"] < len(rank.steps) else None
+
+
 def _value(digest: str) -> str:
     return digest.rpartition(" ")[2]
 
 
 def _compared(rank: Rank, event: Event, state: Event) -> Iterator[Finding]:
-    step = rank.steps[event["event"]] if event["event"] < len(rank.steps) else None
+    step = _step_of(rank, event)
     if step is None:
         return
     where = next((load["where"] for load in rank.of("load") if load["path"] == event["path"]), None)
     now, others = step["parameters"], _of_other_shapes(rank, step, state)
+    past = {digest for one in rank.steps for digest in (one["after"] or {}).values()}
     if not _holds(state["parameters"], {name: one for name, one in now.items() if name not in others}):
         if not _goes_on_as_before(rank, step):
             yield _lost(rank, event, where, "the parameters", "load the model's state before the first step")
-        return
-    if lost := differing(state["buffers"], event["buffers"]):
-        yield _lost(
-            rank, event, where, f"{listed(lost, 'buffer')}", "save model.state_dict(), which has the buffers too"
-        )
-        return
-    past = {digest for one in rank.steps for digest in (one["after"] or {}).values()}
-    if (names := _averaged_anew(state, event, step["parameters"], past)) is not None:
+    elif lost := differing(state["buffers"], event["buffers"]):
+        fix = "save model.state_dict(), which has the buffers too"
+        yield _lost(rank, event, where, f"{listed(lost, 'buffer')}", fix)
+    elif (names := _averaged_anew(state, event, now, past)) is not None:
         what = f"the average of the parameters ({listed(names)}), which begins again with their present values,"
         yield _lost(rank, event, where, what, 'save {"ema": ema.state_dict()} as well, and load it')
-        return
-    for new in event["optimizers"]:
-        if _goes_on(rank, state["optimizers"], new):
-            yield from _optimizer(rank, event, where, state["optimizers"], new)
+    else:
+        for new in event["optimizers"]:
+            if _goes_on(rank, state["optimizers"], new):
+                yield from _optimizer(rank, event, where, state["optimizers"], new)
 
 
 def _goes_on_as_before(rank: Rank, step: Event) -> bool:
@@ -322,7 +305,7 @@ def _averaged_anew(saved: Event, event: Event, parameters: dict[str, str], past:
 
 def _are_apart(averaged: dict[str, str], parameters: dict[str, str]) -> bool:
     """Whether an averaged model has other values than the trained one, of which it has the names."""
-    known = {name.rpartition(": ")[2]: digest for name, digest in parameters.items()}
+    known = {_own_name(name): digest for name, digest in parameters.items()}
     return any(known.get(name) != digest for name, digest in averaged.items())
 
 
@@ -346,15 +329,11 @@ def _goes_on(rank: Rank, saved: list[Event], new: Event) -> bool:
     return new["number"] not in numbers and new["rates"] in known
 
 
-def _hold_the_same(saved: Event, new: Event) -> bool:
-    """Whether an optimizer has state of the same parameters, or none: of a sharded one each rank has another part."""
-    names = new.get("names") or saved.get("names")
-    return bool(names == saved.get("names"))
-
-
 def _optimizer(rank: Rank, event: Event, where: str | None, saved: list[Event], new: Event) -> Iterator[Finding]:
     """Whether an optimizer goes on as one of those that were there at the save."""
-    trained = [old for old in saved if old["state"] and _hold_the_same(old, new)]
+    # of a sharded optimizer each rank has the state of other parameters
+    same = [old for old in saved if (new.get("names") or old.get("names")) == old.get("names")]
+    trained = [old for old in same if old["state"]]
     if trained and not any(old["state"] == new["state"] for old in trained):
         fix = 'save {"optimizer": optimizer.state_dict()} as well, and load it'
         yield _lost(rank, event, where, "the optimizer's state", fix)
@@ -367,20 +346,24 @@ def _holds(saved: dict[str, str], now: dict[str, str]) -> bool:
     """Whether the parameters of a step are among those that were there at the save, under their names."""
     by_name: dict[str, set[str]] = {}
     for name, digest in saved.items():
-        by_name.setdefault(name.rpartition(": ")[2], set()).add(digest)
-    known = [name for name in now if name.rpartition(": ")[2] in by_name]
-    return all(now[name] in by_name[name.rpartition(": ")[2]] for name in known)
+        by_name.setdefault(_own_name(name), set()).add(digest)
+    return all(digest in by_name.get(_own_name(name), {digest}) for name, digest in now.items())
+
+
+def _own_name(name: str) -> str:
+    """A parameter's name without that of its model, as of "model 2: fc.weight"."""
+    return name.rpartition(": ")[2]
 
 
 def _of_other_shapes(rank: Rank, step: Event, saved: Event) -> set[str]:
     """The parameters of a step of whose name a model had none of their shape at the save: another model's."""
-    told = {event["optimizer"]: dict(zip(event["names"], event["shapes"], strict=True)) for event in rank.of("names")}
+    shapes = {event["optimizer"]: dict(zip(event["names"], event["shapes"], strict=True)) for event in rank.of("names")}
     known: dict[str, list[object]] = {}
     for old in saved["optimizers"]:
-        for name, shape in told.get(old["number"], {}).items():
-            known.setdefault(name.rpartition(": ")[2], []).append(shape)
-    own = told.get(step["optimizer"], {})
-    return {name for name, shape in own.items() if shape not in known.get(name.rpartition(": ")[2], [shape])}
+        for name, shape in shapes.get(old["number"], {}).items():
+            known.setdefault(_own_name(name), []).append(shape)
+    own = shapes.get(step["optimizer"], {})
+    return {name for name, shape in own.items() if shape not in known.get(_own_name(name), [shape])}
 
 
 def _lost(rank: Rank, event: Event, where: str | None, what: str, fix: str) -> Finding:

@@ -1,8 +1,7 @@
 """Whether a step makes of parameters and optimizer state what it makes of them in one process.
 
 The script alone takes the step from the ranks' parameters, optimizer state, gradients and rates (reference/updates.py),
-so what differs is made by the optimizer: a factor of the world size in it, a norm over a rank's shard instead of the
-whole tensor, a part of the state that a rank does not have.
+so what differs is made by the optimizer.
 """
 
 from __future__ import annotations
@@ -17,12 +16,9 @@ from samestep.verification import numerics
 from samestep.verification.findings import AGREES, PROVED, REFUTED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.others import Others
-from samestep.verification.judging.record import BY_THEMSELVES, Record
-from samestep.verification.judging.single import Run
+from samestep.verification.judging.record import BY_THEMSELVES, Record, Run
 from samestep.verification.judging.states import averaged_behind, healed_at_once
 from samestep.verification.report import Report
-
-__all__: list[str] = []
 
 _ROUNDINGS_OF_VALUES = 8.0  # units in the last place of a parameter, which hide a small update
 _SAME = 1e-3  # of a factor
@@ -47,13 +43,7 @@ class _Difference:
 
 @dataclass
 class Updates:
-    """Of the ranks with the script alone.
-
-    Attributes:
-        record: of the ranks.
-        whole: the script alone, with what all ranks used.
-        others: further runs.
-    """
+    """Compares the steps of the ranks with those of the script alone, `whole`."""
 
     record: Record
     whole: Run
@@ -122,7 +112,7 @@ class Updates:
             )
 
     def _is_kept(self, step: Event) -> bool:
-        apart = self.whole.record.ranks[0].of("out_of_step")[:1] if self.whole.record.ranks else []
+        apart = self.whole.rank.of("out_of_step")[:1]
         within = self.record.averages_within(step)
         is_unknown = within and (not self.record.parts(step) or self.record.carries_apart(step))
         return not is_unknown and (
@@ -160,27 +150,20 @@ class Updates:
                     yield _of_state(name, key, mine, right, coarsest)
 
     def _beyond_rounding(self, step: Event, wrong: list[_Difference]) -> list[_Difference]:
-        """Those that neither the run in another order nor the run in float64 shows to be rounding."""
+        """Returns what neither the run in another order nor the run in float64 shows to be rounding."""
         again = self.others.permuted()
         if step["event"] in again.steps and again.update(step["event"]) is not None:
-            floors = {
-                (one.name, one.key): one.error
-                for one in self._between(self.whole, again, step)
-                if one.error == one.error
-            }
-            wrong = [
-                one
-                for one in wrong
-                if one.error > numerics.ABOVE_FLOOR * floors.get((one.name, one.key), 0.0) + one.limit
-            ]
+            between = self._between(self.whole, again, step)
+            floors = {one.place: one.error for one in between if not math.isnan(one.error)}
+            wrong = [one for one in wrong if one.error > numerics.ABOVE_FLOOR * floors.get(one.place, 0.0) + one.limit]
         if not wrong or self.others.in_float64 is None:
             return wrong
         record, alone, _ = self.others.in_float64()
         steps = [one for rank in record.ranks[:1] for one in rank.steps if one["event"] == step["event"]]
         if not steps or record.updated(steps[0]) is None or alone.update(step["event"]) is None:
             return wrong
-        exact = {(one.name, one.key): one.error for one in self._differences(record, alone, steps[0])}
-        return [one for one in wrong if not numerics.is_rounding(one.error, exact.get((one.name, one.key), math.inf))]
+        exact = {one.place: one.error for one in self._differences(record, alone, steps[0])}
+        return [one for one in wrong if not numerics.is_rounding(one.error, exact.get(one.place, math.inf))]
 
     def _between(self, one: Run, other: Run, step: Event) -> Iterator[_Difference]:
         """How far two runs of the script alone come apart in a step."""
@@ -204,7 +187,8 @@ class Updates:
             if self.record.is_cut:
                 cause += "; each rank updates its shard by itself"
         alike = "parameters and gradients" if step.get("by_hand") else "parameters, gradients and rate"
-        when = f"at step {step['event']}{self._behind_load(step)}"
+        resumed = {event["event"] for rank in self.record.ranks for event in rank.of("resumed")}
+        when = f"at step {step['event']}" + (", the first behind a load" if step["event"] in resumed else "")
         what = f"the update of {found.name}" if found.key is None else f"the state {found.key!r} of {found.name}"
         return Finding(
             code="update-differs",
@@ -216,13 +200,9 @@ class Updates:
             fix=_FOR_ONE,
         )
 
-    def _behind_load(self, step: Event) -> str:
-        resumed = {event["event"] for rank in self.record.ranks for event in rank.of("resumed")}
-        return ", the first behind a load" if step["event"] in resumed else ""
-
 
 def _made(record: Record, step: Event) -> Any:
-    """What the ranks have made in a step: where they average parameters behind it, of those alone."""
+    """Returns what the ranks have made in a step; where they average parameters after it, only these."""
     if averaged_behind(record) != step["event"]:
         return record.update(step)
     behind = record.state(step["window"] + 1)
