@@ -95,13 +95,20 @@ def _added(start: Tensor, end: Tensor) -> Tensor:
 def _buffers(record: Record, window: int) -> list[dict[str, Any]]:
     """The buffers with which each rank began a window; none where they were not kept."""
     state = record.state(window)
-    begun = [event for rank in record.ranks[1:] for event in rank.of("window") if event["number"] == window]
-    others = [
-        record.value(rank.number, event["buffers"])
-        for rank, event in zip(record.ranks[1:], begun, strict=False)
-        if event.get("buffers") is not None
+    kept = [
+        [
+            event["buffers"]
+            for event in rank.of("window")
+            if event["number"] == window and event.get("buffers") is not None
+        ]
+        for rank in record.ranks[1:]
     ]
-    return [] if state is None else [state["buffers"], *others]
+    if state is None or not all(kept):
+        return []
+    return [
+        state["buffers"],
+        *(record.value(rank.number, one[-1]) for rank, one in zip(record.ranks[1:], kept, strict=True)),
+    ]
 
 
 def _are_equal(ranks: list[dict[str, Any]]) -> bool:

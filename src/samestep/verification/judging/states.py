@@ -109,12 +109,14 @@ def by_hand(record: Record, whole: Run) -> str | None:
     held = [{name for step in rank.steps for name in step["parameters"]} for rank in record.ranks]
     if not all(alone.keys() <= names | mine.keys() for names, mine in zip(held, shapes, strict=True)):
         return _PART
-    if not record.wrappers and any(mine.items() - alone.items() for mine in shapes):
-        return _PART
     ignored = {name for event in record.ranks[0].of("wrap") for name in event.get("ignored", [])}
+    copied = {name for event in record.ranks[0].of("wrap") for name in event["names"]} - ignored
+    if any(name not in copied for mine in shapes for name, _ in mine.items() - alone.items()):
+        return _PART
     own = [name for name in _own(record) if name in ignored or not record.wrappers]
+    own += sorted(ignored & _differing_later(record) - {*own})
     if own and all(mine == alone for mine in shapes):
-        return f"each rank has {listed(own)} for itself from the start, and nothing declares that they are copies"
+        return f"each rank has {listed(own)} for itself, and nothing declares that they are copies"
     return None
 
 
@@ -134,6 +136,16 @@ def _own(record: Record) -> list[str]:
         events = record.events_of_step(index)
         apart &= {name for event in events[1:] for name in differing(events[0]["gradients"], event["gradients"])}
     return sorted(apart) if starts and len(apart) < len(starts[0]) else []
+
+
+def _differing_later(record: Record) -> set[str]:
+    """The parameters that are not alike on all ranks before some step."""
+    return {
+        name
+        for events in map(record.events_of_step, range(record.steps))
+        for other in events[1:]
+        for name in differing(events[0]["parameters"], other["parameters"])
+    }
 
 
 def staged(record: Record) -> Event | None:

@@ -334,7 +334,8 @@ def _optimizer(rank: Rank, event: Event, where: str | None, saved: list[Event], 
     # of a sharded optimizer each rank has the state of other parameters
     same = [old for old in saved if (new.get("names") or old.get("names")) == old.get("names")]
     trained = [old for old in same if old["state"]]
-    if trained and not any(old["state"] == new["state"] for old in trained):
+    is_moved = any(old.get("placed") != new.get("placed") for old in trained)  # what a rank has of them is no measure
+    if trained and not is_moved and not any(old["state"] == new["state"] for old in trained):
         fix = 'save {"optimizer": optimizer.state_dict()} as well, and load it'
         yield _lost(rank, event, where, "the optimizer's state", fix)
     elif saved and not any(old["rates"] == new["rates"] for old in saved):

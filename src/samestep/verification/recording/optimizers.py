@@ -199,15 +199,16 @@ class Optimizers:
         for optimizer in self.all:
             # a parameter without numbers here (FSDP1: another rank has them) has no state, or the counters of one
             states = [state for key, state in optimizer.state.items() if not hasattr(key, "numel") or key.numel()]
-            kept = sorted(digest(tensor) for _, tensor in named_tensors(states))
+            tensors = [tensor for _, tensor in named_tensors(states)]
+            kept = sorted(map(digest, tensors))
+            placed = sorted(str(one.placements) for one in tensors if hasattr(one, "placements"))  # of DTensors
             names = [
                 name
                 for name, one in self.parameters(optimizer).items()
                 if getattr(one, "owner", one) in optimizer.state
             ]
-            reported.append(
-                {"number": optimizer.samestep_number, "state": kept, "rates": rates_of(optimizer), "names": names}
-            )
+            about = {"state": kept, "placed": placed, "rates": rates_of(optimizer), "names": names}
+            reported.append({"number": optimizer.samestep_number, **about})
         return reported
 
     def state_digests(self, optimizer: Any) -> dict[str, list[str]]:

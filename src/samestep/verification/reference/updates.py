@@ -29,6 +29,8 @@ class UpdateReplay:
             known.add(name)
             for key, value in states.get(name, {}).items():
                 own: Any = parameter.of(mine.get(key)) if hasattr(parameter, "owner") else uncut(mine.get(key))
+                if value is None:  # parts that cannot be put together, such as partial sums
+                    continue
                 if not hasattr(value, "shape"):
                     mine[key] = value
                 elif hasattr(own, "copy_") and own.shape == value.shape:
