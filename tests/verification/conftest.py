@@ -24,7 +24,7 @@ collect_ignore_glob = ["frameworks/*", "conftest.py", "uses_much_of_torch.py"]
 @pytest.fixture(scope="session")
 def forks_runs() -> Iterator[PreforkServer]:
     """The process that forks the runs, with one thread each."""
-    modules = [observer.partition(":")[0] for observer in (runner._RECORDER, runner._ALONE)]
+    modules = [observer.partition(":")[0] for observer in (runner._RECORDER, runner._REPLAY)]
     process = PreforkServer({"OMP_NUM_THREADS": "1"}, modules)
     assert process.why_unavailable() is None
     yield process

@@ -395,7 +395,7 @@ def _conclude_on_data(record: Record, whole: Record, own_pace: Callable[[], Reco
         why = "the gradients of the compared steps are those of one process's batches"
         report.cover("data", DECLARED if noted else AGREES, why)
     elif not (compared or samples.are_loaded(record)):
-        found = unloaded.left_out_of_one_batch(record, whole)
+        found = unloaded.left_out_of_one_batch(record, whole) or unloaded.other_rows(record, own_pace())
         report.add([] if found is None else [found])
 
 

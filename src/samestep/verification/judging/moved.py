@@ -95,20 +95,15 @@ def _added(start: Tensor, end: Tensor) -> Tensor:
 def _buffers(record: Record, window: int) -> list[dict[str, Any]]:
     """The buffers with which each rank began a window; none where they were not kept."""
     state = record.state(window)
-    kept = [
-        [
-            event["buffers"]
-            for event in rank.of("window")
-            if event["number"] == window and event.get("buffers") is not None
+    found = []
+    for rank in record.ranks[1:]:
+        kept = [
+            one["buffers"] for one in rank.of("window") if one["number"] == window and one.get("buffers") is not None
         ]
-        for rank in record.ranks[1:]
-    ]
-    if state is None or not all(kept):
-        return []
-    return [
-        state["buffers"],
-        *(record.value(rank.number, one[-1]) for rank, one in zip(record.ranks[1:], kept, strict=True)),
-    ]
+        if not kept:
+            return []
+        found.append(record.value(rank.number, kept[-1]))
+    return [] if state is None else [state["buffers"], *found]
 
 
 def _are_equal(ranks: list[dict[str, Any]]) -> bool:

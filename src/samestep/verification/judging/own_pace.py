@@ -6,6 +6,7 @@ Where an optimizer keeps gradients to itself, or averages them while it steps, i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from samestep.text import plural
 from samestep.verification import numerics
@@ -56,41 +57,69 @@ def _pairs(alone: Record, steps: list[Event]) -> Iterator[tuple[Event, Event]]:
     yield from ((step, theirs[step["event"]]) for step in steps if step["event"] in theirs)
 
 
+@dataclass(frozen=True)
+class Parting:
+    """The first step whose gradients are not those of one process, from parameters that are.
+
+    Attributes:
+        before: the step before it, of those that were kept; None where it is the first.
+        step: of the ranks.
+        other: of one process.
+        apart: how far the gradients are apart.
+    """
+
+    before: Event | None
+    step: Event
+    other: Event
+    apart: numerics.Distance
+
+
+def parting(record: Record, alone: Record, steps: list[Event]) -> Parting | None:
+    """Returns where the ranks part from one process at its own pace, if rounding does not explain it.
+
+    None also where the parameters have come apart before, or another optimizer steps.
+    """
+    before = None
+    for step, other in _pairs(alone, steps):
+        ours, own = record.gradients(step), alone.gradients(other)
+        if other["optimizer"] != step["optimizer"] or numerics.are_zero(ours):
+            return None
+        limit = numerics.limit(0.0, ours)
+        apart = numerics.distance(ours, own)
+        if apart.worst <= limit:
+            before = step
+            continue
+        states = [one.state(at["window"]) for one, at in ((record, step), (alone, other))]
+        if None in states or not apart.whole > _FAR:
+            return None
+        mine, theirs = (state["parameters"].get(step["optimizer"], {}) for state in states if state is not None)
+        is_same = mine.keys() == theirs.keys() and numerics.distance(mine, theirs).worst <= limit
+        return Parting(before, step, other, apart) if is_same else None
+    return None
+
+
 def _parted(record: Record, alone: Record, steps: list[Event]) -> Iterator[Finding]:
     """Whether the ranks begin with one process's gradients, and have others later, from the same parameters.
 
     Both steps are of one optimizer, and the second draws at no other line than the first: noise that begins in between
     may be each rank's own.
     """
-    before = None
-    for step, other in _pairs(alone, steps):
-        ours, own = record.gradients(step), alone.gradients(other)
-        if other["optimizer"] != step["optimizer"] or numerics.are_zero(ours):
-            return
-        limit = numerics.limit(0.0, ours)
-        if numerics.distance(ours, own).worst <= limit:
-            before = step
-            continue
-        states = [one.state(at["window"]) for one, at in ((record, step), (alone, other))]
-        if before is None or None in states or before["optimizer"] != step["optimizer"]:
-            return
-        if not _draws_at(record, step) <= _draws_at(record, before):
-            return
-        mine, theirs = (state["parameters"].get(step["optimizer"], {}) for state in states)
-        apart = numerics.distance(ours, own)
-        if apart.whole > _FAR and mine.keys() == theirs.keys() and numerics.distance(mine, theirs).worst <= limit:
-            yield Finding(
-                code="gradient-differs",
-                step=step["event"],
-                tensor=apart.tensor,
-                where=record.ranks[0].backward_of(step),
-                cause=f"at step {before['event']} the ranks' gradients are those of one process that goes its own way, "
-                f"and at step {step['event']}, from the same parameters, they are not: an error of {apart.whole:.1e} "
-                "of their norm. Something beside the parameters has come apart: statistics that each rank gathers by "
-                "itself, say, or the samples that it goes on with",
-                fix="compute what is carried from step to step, such as running statistics, over all ranks",
-            )
+    found = parting(record, alone, steps)
+    if found is None or found.before is None or found.before["optimizer"] != found.step["optimizer"]:
         return
+    before, step, apart = found.before, found.step, found.apart
+    if _draws_at(record, step) <= _draws_at(record, before):
+        yield Finding(
+            code="gradient-differs",
+            step=step["event"],
+            tensor=apart.tensor,
+            where=record.ranks[0].backward_of(step),
+            cause=f"at step {before['event']} the ranks' gradients are those of one process that goes its own way, "
+            f"and at step {step['event']}, from the same parameters, they are not: an error of {apart.whole:.1e} "
+            "of their norm. Something beside the parameters has come apart: statistics that each rank gathers by "
+            "itself, say, or the samples that it goes on with",
+            fix="compute what is carried from step to step, such as running statistics, over all ranks",
+        )
 
 
 def _draws_at(record: Record, step: Event) -> set[str]:

@@ -5,6 +5,7 @@ The rows that the models get are compared.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
 
@@ -20,6 +21,9 @@ from samestep.verification.report import Report
 _CUT = 0.75  # of the samples of one process, at most, that a rank has where the data are cut
 _MOST_AGAIN = 0.4  # of the samples of a step that were in the step before; of two ranks half of them
 _BY_CHANCE = 0.02  # of the samples that may be alike without being one
+_DISTINCT = 0.9  # of the rows of a call, if they are samples
+_FIRST = 3  # steps: ranks that each go through their part have one process's samples in one step at most
+_ALIKE = 0.25  # of the rows of a step, at least, are those of one process; where ranks draw anew it is none
 _NO_LOADER = "no DataLoader tells which samples were trained on"
 
 
@@ -40,10 +44,14 @@ def judge(record: Record, whole: Record, alone: Callable[[], Record], report: Re
         report.add([left_out(count, _trained_at(record))])
     elif not mine or not theirs:
         report.cover("data", unchecked(f"{_NO_LOADER}, and the inputs of the models have no rows to compare"))
-    elif mine == theirs:
+    elif mine == theirs and _are_samples(record):
         report.cover("data", AGREES, f"the {len(mine)} samples that one process uses, by what the models get")
     elif own_pace.worst_error(record, alone(), record.kept_steps) is not None:
         report.cover("data", AGREES, "one process that goes its own way has the same gradients")
+    elif (found := other_rows(record, alone())) is not None:
+        report.add([found])
+    elif mine == theirs:
+        report.cover("data", unchecked(f"{_NO_LOADER}, and many rows of what the models get are alike"))
     else:
         why = (
             f"{_NO_LOADER}; the ranks' models get {plural(len(mine), 'different sample')}, those of one process "
@@ -100,6 +108,82 @@ def left_out_of_one_batch(record: Record, alone: Record) -> Finding | None:
         f"{len(ours)} of them: {len(whole - ours)} are in no rank's part",
         fix="make the samples first and divide them after that: a part of a text has fewer windows than its share",
     )
+
+
+def other_rows(record: Record, alone: Record) -> Finding | None:
+    """Returns the finding for a step at which the ranks' models get other rows than that of one process.
+
+    Its gradient must be another one, from the same parameters. The order of the samples may be another one, too: so
+    either some of the rows are those of one process in each of the first steps, and others never come up there; or both
+    get the same rows again and again, and what they get in one such period differs.
+    """
+    found = own_pace.parting(record, alone, record.kept_steps)
+    if found is None or _draw_apart(record, found.step["window"]):
+        return None
+    mine, theirs = _counts(record.data.ranks), _counts(alone.ranks[:1])
+    windows = [window for window in mine if window in theirs]
+    if any(mine[window].total() != theirs[window].total() for window in windows[:_FIRST]):
+        return None
+    ours = mine.get(found.step["window"], Counter())
+    whole = theirs.get(found.other["window"], Counter())
+    if (period := _period(mine)) is not None and period == _period(theirs):
+        ours = sum((mine[one] for one in windows[:period]), Counter())
+        whole = sum((theirs[one] for one in windows[:period]), Counter())
+        left_out = 0 if period == 1 else max(mine[one].total() for one in windows[:period])  # by drop_last, at most
+        is_other = (ours - whole).total() > max(record.size, left_out, _BY_CHANCE * ours.total())
+    else:
+        seen = {row for rows in theirs.values() for row in rows}
+        foreign = sum(count for row, count in (ours - whole).items() if row not in seen)
+        shares = [(mine[one] & theirs[one]).total() / max(mine[one].total(), 1) for one in windows[:_FIRST]]
+        is_other = len(shares) == _FIRST and min(shares) >= _ALIKE and _are_samples(record)
+        is_other = is_other and foreign > max(record.size, _BY_CHANCE * ours.total())
+    return _others(record, found.step, ours, whole) if is_other else None
+
+
+def _others(record: Record, step: Event, ours: Counter[str], whole: Counter[str]) -> Finding:
+    return Finding(
+        code="batches-differ",
+        step=step["event"],
+        where=record.ranks[0].backward_of(step),
+        cause=f"of {ours.total():,} rows that the ranks' models get, that of one process does not get "
+        f"{(ours - whole).total():,}, and the gradient of step {step['event']}, from the same parameters, is another "
+        "one: what makes the samples depends on the part of the data that a rank has",
+        fix="compute what samples are made with (a vocabulary, statistics, weights, negatives) from all data, or over "
+        "all ranks, and divide the samples after that",
+    )
+
+
+def _draw_apart(record: Record, window: int) -> bool:
+    """Whether the ranks draw other numbers at some line in a window."""
+    drawn: dict[str, set[str]] = {}
+    for rank in record.data.ranks:
+        for draw in rank.of("draw"):
+            if place_of_draw(draw)[0] == window:
+                drawn.setdefault(draw["place"], set()).add(draw["digest"])
+    return any(len(digests) > 1 for digests in drawn.values())
+
+
+def _counts(ranks: Sequence[Rank]) -> dict[int, Counter[str]]:
+    """Window -> how often the models of these ranks get each row in it."""
+    return {
+        window: Counter(row for rank in ranks for rows in calls_in(rank, window) for row in rows)
+        for window in _by_step(ranks)
+    }
+
+
+def _period(counts: dict[int, Counter[str]]) -> int | None:
+    """After how many steps the same rows come again, at all steps; None where that is not seen twice."""
+    steps = list(counts.values())
+    for period in range(1, len(steps) // 2 + 1):
+        if all(one == other for one, other in zip(steps, steps[period:], strict=False)):
+            return period
+    return None
+
+
+def _are_samples(record: Record) -> bool:
+    """Whether rows are samples: the models get few of them twice in a call. Tokens come again and again."""
+    calls = [rows for rank in record.data.ranks for rows in _calls(rank)]
+    return sum(len(set(rows)) for rows in calls) >= _DISTINCT * sum(map(len, calls))
 
 
 def _repeated(ranks: Sequence[Rank]) -> float:
