@@ -28,6 +28,7 @@ from samestep.verification.judging import (
     compression,
     control,
     evaluation,
+    later,
     moved,
     parts,
     rates,
@@ -255,6 +256,7 @@ def _verified(runner: Runner, steps: int) -> Report:
     if foreign is None:
         with leaving_open(report):
             _compare(runner, record, whole, own_pace, report)
+            _compare_later(runner, record, whole, own_pace, report)
     if recorded.has_failed:
         _blame(recorded, whole, report)
     elif whole.has_failed:
@@ -520,6 +522,21 @@ def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], 
     _conclude_on_data(record, whole.record, own_pace, report)
     if whole.record.ranks and whole.record.ranks[0].of("collated"):
         report.remarks.append("batches of unlike shapes were made anew from their samples, by their collate_fn")
+
+
+def _compare_later(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], Record], report: Report) -> None:
+    """Compares one more step, if its gradients suddenly have other norms than in one process."""
+    if report.errors or report.coverage.get("gradients") not in {AGREES, DECLARED} or whole.apart is not None:
+        return
+    step = later.sudden(record, whole.record)
+    if step is None:
+        return
+    number = step["event"]
+    name = f"values of step {number} on {record.size} ranks"
+    ranks = runner.recorded(name, record.size, steps=number + 1, keep=[step["window"]]).record
+    again = Report(ranks=record.size, steps=number + 1)
+    _compare(runner, ranks, runner.alone(f"step {number}", ranks), own_pace, again)
+    report.add(one for one in again.errors if one.property == "gradients" and one.step == number)
 
 
 def _further_runs(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], Record]) -> Others:

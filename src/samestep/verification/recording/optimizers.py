@@ -299,6 +299,14 @@ def held_states(states: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any
     }
 
 
+def norms_of(gradients: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the norms of gradients, without sparse ones and those that are cut over the ranks."""
+    import torch
+
+    plain = {name: one for name, one in gradients.items() if type(one) is torch.Tensor and one.layout == torch.strided}
+    return {name: float(one.norm()) for name, one in plain.items()}
+
+
 def held(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tensors, by name, and of those that are cut over the ranks this rank's parts."""
     tensors = {name: one.data if hasattr(one, "owner") else one for name, one in tensors.items()}

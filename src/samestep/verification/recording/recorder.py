@@ -30,7 +30,7 @@ from samestep.verification.recording.containers import mapped, named_tensors
 from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.recording.limit import Limit, Pass
 from samestep.verification.recording.naming import bare, made_at, named, roots
-from samestep.verification.recording.optimizers import digests, held, rates_of, settings_of
+from samestep.verification.recording.optimizers import digests, held, norms_of, rates_of, settings_of
 from samestep.verification.recording.restarting import kill, kill_once_saved, may_load
 from samestep.verification.recording.script_observer import ScriptObserver, StopRecording
 
@@ -265,7 +265,8 @@ class Recorder(ScriptObserver):
         self._ends += ends
         self._evaluated += evaluating
         late = (ends and self._ends <= MOST_ENDS) or (evaluating and self._evaluated <= MOST_EVALUATED)
-        self._sampled = self.window in SAMPLED or late or bool(self.order.get("keep_all"))
+        is_asked_for = self.order.get("keep_all") or self.window in self.order.get("keep", ())
+        self._sampled = self.window in SAMPLED or late or bool(is_asked_for)
         if self._loaded is not None:
             self._loaded_buffers = self.optimizers.digests()["buffers"]  # the forward will change them
             self._collected_at = -1  # the script may have made its model anew since it has saved
@@ -415,6 +416,7 @@ class Recorder(ScriptObserver):
             gradients=digests(gradients),
             parameters=digests(parameters | self.optimizers.beside(optimizer)),
             probe=self.optimizers.probe(),
+            norms=norms_of(gradients),
             orphans=[name for name, _ in unheld],
             left_out=[name for name, is_trained in unheld if is_trained],
             empty_groups=sum(not group["params"] for group in optimizer.param_groups),

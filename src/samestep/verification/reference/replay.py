@@ -26,7 +26,7 @@ from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.judging.samples import cut_after_loading, passes
 from samestep.verification.recording.chance import are_whole, as_tensor, joined_draws
 from samestep.verification.recording.naming import trained_of
-from samestep.verification.recording.optimizers import digests, rates_of, state_of, uncut
+from samestep.verification.recording.optimizers import digests, norms_of, rates_of, state_of, uncut
 from samestep.verification.recording.script_observer import ScriptObserver, StopRecording
 from samestep.verification.recording.spawning import for_one_rank, run_as_one_rank, target_of
 from samestep.verification.reference.gradient_snapshot import GradientSnapshot
@@ -410,7 +410,8 @@ class Replay(ScriptObserver):
             return
         number = getattr(optimizer, "samestep_number", 0)
         self._compares = self._begins_as_theirs(optimizer)
-        self.journal.write("rates", event=self._event, optimizer=number, rates=rates_of(optimizer))
+        norms = norms_of(self.optimizers.gradients(optimizer))
+        self.journal.write("rates", event=self._event, optimizer=number, rates=rates_of(optimizer), norms=norms)
         if self._is_compared():
             event, turn = divmod(self._event, self._turns)
             kept, used = self._keep_gradients(optimizer), None
