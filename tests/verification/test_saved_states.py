@@ -130,6 +130,15 @@ def test_a_rank_whose_optimizer_holds_another_part_is_not_held_against_the_saver
     assert ["and the optimizer's state did not" in one.cause for one in report.errors] == ([True] if is_lost else [])
 
 
+@pytest.mark.parametrize(("placed", "is_lost"), [(["(Replicate(),)"], True), (["(Partial(sum),)"], False)])
+def test_a_state_that_comes_back_placed_otherwise_is_no_other_state(placed: list[str], *, is_lost: bool) -> None:
+    """What a rank has of partial sums is not what it has of the whole."""
+    before = {"optimizers": [{"number": 0, "state": ["a"], "placed": placed, "rates": [0.1], "names": ["w"]}]}
+    after = [{"number": 1, "state": ["b"], "placed": ["(Replicate(),)"], "rates": [0.1], "names": ["w"]}]
+    report = judged(save(WHOLE, state=STATE | before), load(WHOLE), resumed(optimizers=after))
+    assert ["and the optimizer's state did not" in one.cause for one in report.errors] == [True] * is_lost
+
+
 def test_where_nothing_is_saved_or_loaded_nothing_is_said() -> None:
     assert judged(ended()).coverage["checkpoint"] == "not checked: nothing was saved"
     assert judged({**ended(), "enough": True}).coverage["checkpoint"] == NOT_REACHED

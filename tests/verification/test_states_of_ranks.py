@@ -355,6 +355,39 @@ def test_what_ddp_is_told_to_ignore_may_differ() -> None:
     assert told.startswith("each rank has expert for itself, and")
 
 
+@pytest.mark.parametrize(
+    ("wrapped", "own_shape", "said"),
+    [
+        (["head"], [1, 2], "each rank holds a part of the model"),
+        (["head", "centres"], [1, 2], None),  # DDP says that it is a copy
+        (["head"], [2, 2], None),
+    ],
+)
+def test_what_has_another_shape_in_one_process_is_a_part(
+    wrapped: list[str], own_shape: list[int], said: str | None
+) -> None:
+    wrap, names, *events = held_by("head", "centres", **DDP)
+    rank = [{**wrap, "names": wrapped}, {**names, "shapes": [[2, 2], own_shape]}, *events]
+    whole = Run(Ended(code=0, hung=False, failure=None, folder=Path("/nowhere")), record(held_by("head", "centres")))
+    told = states.by_hand(record(rank, rank), whole)
+    assert (told or "").startswith(said or "")
+    assert (told is None) == (said is None)
+
+
+def test_what_ddp_is_told_to_ignore_may_come_apart_later() -> None:
+    """A table of which each rank steps its own rows."""
+
+    def rank(own: str) -> list[Event]:
+        wrap, names, start, first = held_by("head", "table", ignored=["table"])
+        second = {**first, "event": 1, "window": 1, "parameters": {"head": "p", "table": own}}
+        return [wrap, names, start, {**first, "gradients": {"head": "g"}}, {**second, "gradients": {"head": "g"}}]
+
+    whole = Run(Ended(code=0, hung=False, failure=None, folder=Path("/nowhere")), record(held_by("head", "table")))
+    told = states.by_hand(record(rank("a"), rank("b")), whole)
+    assert told is not None
+    assert told.startswith("each rank has table for itself, and")
+
+
 @pytest.mark.parametrize("differs", ["start", "gradients"])
 def test_ranks_that_have_joined_no_process_group_are_told_so(differs: str) -> None:
     """A script for one process, run on two."""

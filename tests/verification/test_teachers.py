@@ -118,6 +118,36 @@ def test_an_average_that_takes_other_weights_than_in_one_process_is_found(
     )
 
 
+@pytest.mark.parametrize(("theirs", "is_found"), [(0.0, True), (1.0, False)])
+def test_a_buffer_that_ranks_had_otherwise_before_the_step_is_their_own(
+    tmp_path: Path, theirs: float, *, is_found: bool
+) -> None:
+    """A window that an evaluation keeps has two events, of which the first has no values."""
+
+    def kept(folder: str, rank: int, number: int, value: Any) -> int:
+        path = value_path(tmp_path / folder, rank, number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(value, path)
+        return number
+
+    ranks = []
+    for rank, begun in enumerate((0.0, theirs)):
+        events: list[Event] = []
+        for window in (0, 1):
+            store = {"store": torch.full((4,), begun + window)}
+            number = kept("ranks", rank, window, store if rank else {"buffers": store, "untrained": {}})
+            of_rank = {"kept": None, "buffers": number} if rank else {"kept": number, "buffers": None}
+            unkept = {"kind": "window", "number": window, "kept": None, "buffers": None}
+            events += [unkept, {**unkept, **of_rank}, step(window, "g")]
+        ranks.append(Rank(rank, events))
+    number = kept("alone", 0, 0, {"buffers": {"store": torch.full((4,), 9.0)}, "before": {}, "teachers": {}})
+    ended = Ended(code=0, hung=False, failure=None, folder=tmp_path / "alone")
+    alone = Record(tmp_path / "alone", [Rank(0, [{"kind": "moved", "window": 1, "kept": number}])])
+    report = Report(ranks=2, coverage={"gradients": "agrees"})
+    moved.judge(Record(tmp_path / "ranks", ranks), Run(ended, alone), report)
+    assert [one.code for one in report.errors] == ["buffers-diverged"] * is_found
+
+
 def swapped(folder: Path, value: torch.Tensor) -> Run:
     """One process that evaluates with a value which its steps have not made."""
     folder.mkdir()

@@ -246,10 +246,35 @@ def test_a_broken_script_is_found_and_its_line_named(reports: Lazily[Report], na
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("name", ["housing_windows", "iris_loader", "cover_sum", "friedman_solo"])
-def test_right_scripts_of_the_tenth_round_are_the_same_training(name: str) -> None:
-    """Windows that go by the number of ranks, a batch that all load and cut, a rate beside a sum, and no exchange."""
-    samestep.verify(ZOO / "blind" / "10" / "right" / f"{name}.py").require_same()
+@pytest.mark.parametrize(
+    "name",
+    [
+        "10/right/housing_windows",  # windows that go by the number of ranks
+        "10/right/iris_loader",  # a batch that all load and cut
+        "10/right/cover_sum",  # a rate beside a sum
+        "10/right/friedman_solo",  # no exchange
+        "13/right/adafactor_shards",  # optimizer state that is partial sums when it is saved
+        "13/right/frozen_cache",  # a buffer that each rank fills for itself
+    ],
+)
+def test_right_scripts_of_blind_rounds_are_the_same_training(name: str) -> None:
+    samestep.verify(ZOO / "blind" / f"{name}.py").require_same()
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("name", "code", "lines"),
+    [
+        ("spiral_ddpm", "batches-differ", range(30, 34)),  # levels are drawn by what a rank has seen
+        ("songs_bpr", "batches-differ", range(34, 42)),  # negatives are no plays of the rank's own
+        ("diabetes_preempt", "gradient-differs", None),  # step 10 begins with one rank's part of a gradient
+    ],
+)
+def test_samples_and_steps_that_only_one_process_has_otherwise(name: str, code: str, lines: range | None) -> None:
+    (found,) = samestep.verify(ZOO / "blind" / "13" / "bugs" / name / "wrong.py").errors
+    assert found.code == code
+    assert lines is None or int((found.where or "").rpartition(":")[2]) in lines
+    samestep.verify(ZOO / "blind" / "13" / "bugs" / name / "fixed.py").require_same()
 
 
 @pytest.mark.prove

@@ -14,6 +14,7 @@ from lazily import Lazily
 
 import samestep
 from samestep import Report
+from samestep.verification import numerics
 from samestep.verification.findings import Finding
 from samestep.verification.journal import value_path
 from samestep.verification.judging import average, chance, own_pace, samples, unloaded
@@ -701,3 +702,48 @@ def test_gradients_do_not_part_where_a_later_step_draws_what_the_first_does_not(
     report = Report(ranks=2)
     own_pace.judge(ours, alone, ours.kept_steps, report)
     assert bool(report.errors) == is_found
+
+
+def given(windows: list[str]) -> list[Event]:
+    """A process whose model gets these rows, a letter each, in its windows."""
+    return [{"kind": "input", "window": window, "rows": list(rows)} for window, rows in enumerate(windows)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "alone", "is_found"),
+    [
+        (
+            (["abcx", "ijkl", "qrst"], ["efgy", "mnop", "uvwz"]),
+            ["abcdefgh", "ijklmnop", "qrstuvwz"],
+            False,
+        ),  # by chance
+        ((["abxy", "ijkl", "qrst"], ["efzw", "mnop", "uvAB"]), ["abcdefgh", "ijklmnop", "qrstuvCD"], True),
+        ((["abcd", "efgh", "ijkl"], ["mnop", "qrst", "uvwx"]), ["abcdefgh", "ijklABCD", "EFGHIJKL"], False),  # an order
+        ((["abcd", "efgh"] * 2, ["ijkl", "mnop"] * 2), ["abcdefgh", "ijklmnop"] * 2, False),  # another order
+        ((["aabb"] * 4, ["ccxx"] * 4), ["aabbccdd"] * 4, False),  # fewer than drop_last may leave out: two
+        ((["aabb"] * 4, ["xxyy"] * 4), ["aabbccdd"] * 4, True),
+        ((["abcd"] * 4, ["efgh"] * 4), ["abcdefghi"] * 4, False),  # another number of rows
+    ],
+)
+def test_rows_that_one_process_does_not_get_are_found_where_a_gradient_parts(
+    ranks: tuple[list[str], list[str]], alone: list[str], monkeypatch: pytest.MonkeyPatch, *, is_found: bool
+) -> None:
+    first = {**step(0, "g"), "kept": 0}
+    apart = own_pace.Parting(None, first, first, numerics.Distance(1.0, "w", 1.0, {}))
+    monkeypatch.setattr(own_pace, "parting", lambda *_: apart)
+    backward: Event = {"kind": "backward", "window": 0, "where": "train.py:25"}
+    ours = record(*([backward, first, *given(one)] for one in ranks))
+    found = unloaded.other_rows(ours, record(given(alone)))
+    assert (None if found is None else (found.code, found.where)) == (
+        ("batches-differ", "train.py:25") if is_found else None
+    )
+
+
+def test_rows_of_ranks_that_draw_apart_may_be_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {**step(0, "g"), "kept": 0}
+    apart = own_pace.Parting(None, first, first, numerics.Distance(1.0, "w", 1.0, {}))
+    monkeypatch.setattr(own_pace, "parting", lambda *_: apart)
+    rows = ["aabb"] * 4, ["xxyy"] * 4
+    draws: list[Event] = [{"kind": "draw", "place": "0|train.py:9|1", "digest": one} for one in "ab"]
+    ours = record(*([first, draw, *given(one)] for one, draw in zip(rows, draws, strict=True)))
+    assert unloaded.other_rows(ours, record(given(["aabbccdd"] * 4))) is None
