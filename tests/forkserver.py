@@ -173,7 +173,7 @@ def forked_command(args, env):
     """Returns (kind, name, arguments) of a command that may be forked, or None.
 
     Options of the interpreter, code on the command line, and variables that are read when Python or torch starts take
-    a fresh interpreter. So do modules that are told their parent's process number.
+    a fresh interpreter. So do commands that are told their parent's process number.
     """
     if isinstance(args, str | bytes) or not args:
         return None
@@ -182,7 +182,7 @@ def forked_command(args, env):
         return None
     if env is not None and any(isinstance(name, bytes) for name in env):
         return None
-    if changes_early_variables(os.environ if env is None else env):
+    if changes_early_variables(os.environ if env is None else env) or (env is not None and "SAMESTEP_PARENT" in env):
         return None
     program, *rest = words
     if program in {str(BIN / "samestep"), "samestep"}:

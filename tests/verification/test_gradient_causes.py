@@ -366,7 +366,12 @@ def test_a_buffer_that_a_step_leaves_otherwise_than_in_one_process_is_found(
     window = {"kind": "window", "number": 1, "kept": 1}
     first = {"kind": "window", "number": 0, "kept": 0}
     events = [first, {"kind": "backward", "window": 0, "where": "train.py:25"}, step(0, "g"), window]
-    record = Record(mine, [Rank(0, events), Rank(1, [{**one, "kept": None} for one in events])])
+    for number in (0, 1):
+        path = value_path(mine, 1, number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({name: torch.tensor([1.0, 2.0]) * number}, path)
+    other = [{**one, "kept": None, "buffers": one.get("number")} for one in events]
+    record = Record(mine, [Rank(0, events), Rank(1, other)])
     ended = Ended(code=0, hung=False, failure=None, folder=alone)
     whole = Run(ended, Record(alone, [Rank(0, [{"kind": "moved", "window": 1, "kept": 1}])]))
     report = Report(ranks=2, coverage={"gradients": gradients})

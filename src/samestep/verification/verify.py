@@ -494,11 +494,13 @@ def _finished(loaded: Sequence[str]) -> str:
     return f"; the script has loaded {name}, which may be of a finished training: move it away, or ask for more epochs"
 
 
-def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], Record], report: Report) -> None:
-    """Compares the ranks with the script alone, and with further runs of it."""
+def _compare(
+    runner: Runner, record: Record, whole: Run, own_pace: Callable[[], Record], report: Report, of: str = ""
+) -> None:
+    """Compares the ranks with the script alone, and with further runs of it, whose names end with `of`."""
     if not record.steps:
         return
-    others = _further_runs(runner, record, whole, own_pace)
+    others = _further_runs(runner, record, whole, own_pace, of)
     if record.is_averaged_within:  # by its update it is known how such a step uses gradients
         compared = Updates(record, whole, others).judge(report)
         if record.is_by_hand:
@@ -535,13 +537,16 @@ def _compare_later(runner: Runner, record: Record, whole: Run, own_pace: Callabl
     name = f"values of step {number} on {record.size} ranks"
     ranks = runner.recorded(name, record.size, steps=number + 1, keep=[step["window"]]).record
     again = Report(ranks=record.size, steps=number + 1)
-    _compare(runner, ranks, runner.alone(f"step {number}", ranks), own_pace, again)
+    _compare(runner, ranks, runner.alone(f"step {number}", ranks), own_pace, again, f", to step {number}")
     report.add(one for one in again.errors if one.property == "gradients" and one.step == number)
 
 
-def _further_runs(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], Record]) -> Others:
+def _further_runs(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], Record], of: str) -> Others:
     everybody = [rank.number for rank in record.data.ranks]
-    alone = functools.partial(runner.alone, record=record, ranks=None if whole.apart is None else everybody[:1])
+    by_default = None if whole.apart is None else everybody[:1]
+
+    def alone(name: str, record: Record = record, ranks: list[int] | None = by_default, **order: Any) -> Run:
+        return runner.alone(f"{name}{of}", record, ranks, **order)
 
     def of_ranks(ranks: Sequence[int] = everybody, each: str = "", **order: Any) -> list[Run]:
         return runner.side_by_side(lambda rank: alone(f"samples of rank {rank}{each}", ranks=[rank], **order), ranks)
@@ -557,11 +562,12 @@ def _further_runs(runner: Runner, record: Record, whole: Run, own_pace: Callable
         return run, Others(again, lambda: [run] if len(ranks) == 1 else of_ranks(ranks))
 
     def in_float64() -> tuple[Record, Run, Run]:
-        kept = [step["event"] for rank in record.ranks[:1] for step in rank.steps if step["kept"] is not None]
-        enough = max([numerics.STEPS_IN_FLOAT64, *(number + 1 for number in kept)])  # every step that is compared
+        kept = [step for rank in record.ranks[:1] for step in rank.steps if step["kept"] is not None]
+        enough = max([numerics.STEPS_IN_FLOAT64, *(step["event"] + 1 for step in kept)])  # every step that is compared
         steps = record.steps if record.is_averaged_within else min(record.steps, enough)
-        ranks = runner.recorded(f"{record.size} ranks in float64", record.size, steps=steps, double=True).record
-        once = functools.partial(runner.alone, record=ranks, double=True)
+        order = {"steps": steps, "double": True, "keep": [step["window"] for step in kept]}
+        ranks = runner.recorded(f"{record.size} ranks in float64{of}", record.size, **order).record
+        once = functools.partial(alone, record=ranks, ranks=None, double=True)
         return ranks, once("the same in float64"), once("the same in float64, another order", permuted=True)
 
     redrawn = [lambda: alone("draws cut by [rank::world_size]", strided=True)]

@@ -139,13 +139,15 @@ def _own(record: Record) -> list[str]:
 
 
 def _differing_later(record: Record) -> set[str]:
-    """The parameters that are not alike on all ranks before some step."""
-    return {
+    """The parameters that are not alike on all ranks before some step, where others are before every step."""
+    steps = [record.events_of_step(index) for index in range(record.steps)]
+    apart = {
         name
-        for events in map(record.events_of_step, range(record.steps))
+        for events in steps
         for other in events[1:]
         for name in differing(events[0]["parameters"], other["parameters"])
     }
+    return apart if any(name not in apart for events in steps for name in events[0]["parameters"]) else set()
 
 
 def staged(record: Record) -> Event | None:

@@ -265,8 +265,8 @@ class Recorder(ScriptObserver):
         self._ends += ends
         self._evaluated += evaluating
         late = (ends and self._ends <= MOST_ENDS) or (evaluating and self._evaluated <= MOST_EVALUATED)
-        is_asked_for = self.order.get("keep_all") or self.window in self.order.get("keep", ())
-        self._sampled = self.window in SAMPLED or late or bool(is_asked_for)
+        is_requested = self.order.get("keep_all") or self.window in self.order.get("keep", ())
+        self._sampled = self.window in SAMPLED or late or bool(is_requested)
         if self._loaded is not None:
             self._loaded_buffers = self.optimizers.digests()["buffers"]  # the forward will change them
             self._collected_at = -1  # the script may have made its model anew since it has saved
