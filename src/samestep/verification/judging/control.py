@@ -42,7 +42,11 @@ def _rates(record: Record) -> Iterator[Finding]:
         if events[0]["optimizer"] in record.by_themselves:
             continue
         for rank, event in enumerate(events[1:], 1):
-            if causes.rates_differ(events[0], event):
+            if record.is_alike and causes.rates_differ(events[0], event):
+                yield causes.rates(record, index, rank)
+                return
+            mine, theirs = record.ranks[0].rates_by_name(events[0]), record.ranks[rank].rates_by_name(event)
+            if not record.is_alike and any(mine[name] != theirs[name] for name in mine.keys() & theirs.keys()):
                 yield causes.rates(record, index, rank)
                 return
 

@@ -33,7 +33,7 @@ class _Pair:
     """The rate of one parameter group, of the ranks and of one process; it is compared where it `counts`."""
 
     event: Event
-    group: int
+    group: int | str  # or a parameter, where each rank's optimizer holds others
     mine: float
     theirs: float
     counts: bool = True
@@ -92,12 +92,25 @@ class Rates:
 
     def _by_step(self, alone: Rank) -> Iterator[_Pair]:
         """Those where the gradients are kept count: in between, one process has weights of its own."""
-        theirs = {(event["event"], event["optimizer"]): event["rates"] for event in alone.of("rates")}
         kept = {event["event"] for event in alone.of("step")}
+        if not self.record.is_alike:
+            yield from self._by_name(alone, kept)
+            return
+        theirs = {(event["event"], event["optimizer"]): event["rates"] for event in alone.of("rates")}
         for event in self._steps():
             rates = zip(event["rates"], theirs.get((event["event"], event["optimizer"]), []), strict=False)
             for group, (one, other) in enumerate(rates):
                 yield _Pair(event, group, one, other, event["event"] in kept)
+
+    def _by_name(self, alone: Rank, kept: set[int]) -> Iterator[_Pair]:
+        """Those of the parameters that each rank's optimizer holds."""
+        theirs = {event["event"]: alone.rates_by_name(event) for event in alone.of("rates")}
+        for place, event in enumerate(self._steps()):
+            own = theirs.get(event["event"], {})
+            for rank, step in zip(self.record.ranks, self.record.events_of_step(place), strict=False):
+                for name, rate in rank.rates_by_name(step).items():
+                    if name in own:
+                        yield _Pair(event, name, rate, own[name], event["event"] in kept)
 
     def _by_position(self, alone: Rank) -> Iterator[_Pair]:
         """Of steps before which the schedule has moved on as often.
@@ -120,7 +133,7 @@ class Rates:
         A schedule may be as long as the passes, which N ranks make in an Nth of the steps where the size of a process's
         batches is given.
         """
-        steps = alone.ranks[0].steps if alone.ranks else []
+        steps = alone.ranks[0].steps if alone.ranks and self.record.is_alike else []
         turns = len({event["optimizer"] for event in self._steps()})
         if len(steps) < _AS_FAR * self.record.size * len(list(self._steps())):
             return
@@ -135,7 +148,7 @@ class Rates:
 
     def _judged(self, pairs: list[_Pair]) -> tuple[_Pair | None, _Pair | None]:
         """Returns the first pair that no scale explains, and the first, before it, that is scaled."""
-        groups: dict[tuple[int, int], list[_Pair]] = {}
+        groups: dict[tuple[int, int | str], list[_Pair]] = {}
         for pair in pairs:
             groups.setdefault((pair.event["optimizer"], pair.group), []).append(pair)
         most = {name: _most(theirs, self.record.size) for name, theirs in groups.items()}

@@ -65,6 +65,12 @@ class Rank:
         where: str = (backwards[place] if backwards else step)["where"]
         return where
 
+    def rates_by_name(self, step: Event) -> dict[str, float]:
+        """Returns the learning rate of each parameter that the optimizer of a step holds."""
+        held = [event for event in self.of("names") if event["optimizer"] == step["optimizer"] and "groups" in event]
+        pairs = zip(held[-1]["names"], held[-1]["groups"], strict=True) if held else ()
+        return {name: step["rates"][group] for name, group in pairs if group < len(step["rates"])}
+
     @cached_property
     def ended(self) -> Event | None:
         """How its script ended; None where it was stopped or died."""

@@ -97,7 +97,10 @@ class Optimizers:
             self._beside.pop(number, None)
             shapes = [list(parameter.shape) for parameter in parameters]
             made = made_at(parameters)
-            self._journal.write("names", optimizer=number, names=names, shapes=shapes, made=made)
+            index = {id(one): place for place, group in enumerate(optimizer.param_groups) for one in group["params"]}
+            groups = [index.get(id(getattr(parameter, "owner", parameter)), 0) for parameter in parameters]
+            about = {"names": names, "shapes": shapes, "made": made, "groups": groups}
+            self._journal.write("names", optimizer=number, **about)
         return dict(zip(names, parameters, strict=True))
 
     def _name(self, optimizer: Any) -> tuple[list[str], list[Any]]:

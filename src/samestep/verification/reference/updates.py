@@ -45,15 +45,10 @@ class UpdateReplay:
         Rates and settings (weight decay, momentum) are always the ranks': one that is scaled by their number is judged
         by itself.
         """
-        groups = [group for group in optimizer.param_groups if "lr" in group]
-        for group, rate in zip(groups, step["rates"], strict=False):
-            if not hasattr(group["lr"], "shape"):
-                self._lend(group, "lr", rate)
-        for group, settings in zip(optimizer.param_groups, step["settings"], strict=False):
-            for name, value in settings.items():
-                own = group.get(name)
-                if not hasattr(own, "shape"):
-                    self._lend(group, name, tuple(value) if isinstance(own, tuple) else value)
+        if self._record.is_alike:
+            self._lend_settings(optimizer, step)
+        else:
+            self._lend_rates(optimizer, parameters, step)
         updated = self._record.updated(step)
         if step["kept"] is None or updated is None or updated["evaluations"] > 1 or self._steps_are_averaged:
             return
@@ -74,6 +69,27 @@ class UpdateReplay:
                 elif own is not None and own.shape == value.shape and own.layout == value.layout:
                     own.copy_(value)
 
+    def _lend_settings(self, optimizer: Any, step: Event) -> None:
+        groups = [group for group in optimizer.param_groups if "lr" in group]
+        for group, rate in zip(groups, step["rates"], strict=False):
+            if not _is_tensor(group["lr"]):
+                self._lend(group, "lr", rate)
+        for group, settings in zip(optimizer.param_groups, step["settings"], strict=False):
+            for name, value in settings.items():
+                own = group.get(name)
+                if not _is_tensor(own):
+                    self._lend(group, name, tuple(value) if isinstance(own, tuple) else value)
+
+    def _lend_rates(self, optimizer: Any, parameters: dict[str, Any], step: Event) -> None:
+        """Where each rank's optimizer holds other parameters, their groups are others, too."""
+        same = [(rank, one) for rank in self._record.ranks for one in rank.steps if one["event"] == step["event"]]
+        rates = {name: rate for rank, one in same for name, rate in rank.rates_by_name(one).items()}
+        names = {id(getattr(one, "owner", one)): name for name, one in parameters.items()}
+        for group in optimizer.param_groups:
+            found = {rates[name] for one in group["params"] if (name := names.get(id(one))) in rates}
+            if len(found) == 1 and not _is_tensor(group.get("lr")):
+                self._lend(group, "lr", found.pop())
+
     def _lend(self, group: Any, name: str, value: Any) -> None:
         if name in group and group[name] != value:
             self._lent.append((group, name, group[name], value))
@@ -85,6 +101,10 @@ class UpdateReplay:
             if group[name] == theirs:
                 group[name] = own
         self._lent.clear()
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "layout")  # a NumPy number, which a schedule may compute, has a shape, too
 
 
 def _is_plain(parameter: Any) -> bool:
