@@ -16,7 +16,7 @@ import torch
 
 from samestep.fake_gpus import devices, streams
 from samestep.fake_gpus.native import CUDA, current_index, set_index
-from samestep.fake_gpus.notes import not_faked, say_once
+from samestep.fake_gpus.notes import not_faked, not_faked_class, say_once
 from samestep.instrument.patch import Patches
 
 MEMORY = 80 << 30  # bytes that every fake GPU reports
@@ -226,8 +226,10 @@ def patch_cuda(patches: Patches) -> None:
         patches.set(cuda.streams, name, getattr(streams, name))
     patches.set(cuda.graphs, "is_current_stream_capturing", _constant(False))
     patches.set(cuda, "is_current_stream_capturing", _constant(False))
-    for name in ("CUDAGraph", "graph", "make_graphed_callables"):
-        patches.set(cuda, name, not_faked(f"torch.cuda.{name}", "run the step without a graph"))
+    no_graph = "run the step without a graph"
+    for name in ("CUDAGraph", "graph"):
+        patches.set(cuda, name, not_faked_class(f"torch.cuda.{name}", no_graph))
+    patches.set(cuda, "make_graphed_callables", not_faked("torch.cuda.make_graphed_callables", no_graph))
     patches.set(cuda.nccl, "version", _constant(NCCL_VERSION))
     patches.set(cuda.nccl, "is_available", _constant(False))  # of its C++, for several GPUs of one process
     patches.set(torch.backends.cudnn, "is_acceptable", _constant(False))

@@ -61,3 +61,8 @@ def not_faked(name: str, advice: str) -> Any:
         raise NotImplementedError(f"fake GPUs do not fake {name}: {advice}")
 
     return call
+
+
+def not_faked_class(name: str, advice: str) -> type:
+    """Returns a class, which annotations may name, whose constructor does what :func:`not_faked` says."""
+    return type(name.rpartition(".")[2], (), {"__new__": not_faked(name, advice), "__module__": "torch.cuda"})

@@ -1,4 +1,4 @@
-"""Reports random numbers that the script's own lines draw, and switches off dropout and autocast.
+"""Reports random numbers that the script draws, also by torch.distributions, and switches off dropout and autocast.
 
 Dropout draws other masks for other batch shapes; reduced precision hides what is to be seen (a mean of means in
 bfloat16 lies below its rounding error). Recorded ranks and the script alone run without both, and the report says so.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+from types import FrameType
 from typing import Any
 
 from samestep.instrument.callbacks import call, listeners
@@ -34,8 +35,10 @@ _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 def _draw(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
     value = original(*args, **kwargs)
-    frame = caller()
-    if is_own(frame.f_code.co_filename):
+    frame: FrameType | None = caller()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributions"):
+        frame = frame.f_back
+    if frame is not None and is_own(frame.f_code.co_filename):
         for one in listeners("on_random"):
             value = one.on_random(name, call_site(frame), value)
     return value

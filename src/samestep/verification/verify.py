@@ -227,8 +227,11 @@ def _verified(runner: Runner, steps: int) -> Report:
             report.cover(name, unchecked(foreign))
 
     @functools.cache
+    def run_at_own_pace() -> Run:
+        return runner.recorded("one process at its own pace", 1, steps=record.size * record.steps)
+
     def own_pace() -> Record:
-        return runner.recorded("one process at its own pace", 1, steps=record.size * record.steps).record
+        return run_at_own_pace().record
 
     judges: list[Callable[[Record, Report], None]] = [communication.judge, storage.judge]
     if foreign is None:
@@ -258,7 +261,7 @@ def _verified(runner: Runner, steps: int) -> Report:
             _compare(runner, record, whole, own_pace, report)
             _compare_later(runner, record, whole, own_pace, report)
     if recorded.has_failed:
-        _blame(recorded, whole, report)
+        _blame(recorded, whole, run_at_own_pace, report)
     elif whole.has_failed:
         report.inconclusive = f"alone, with the samples of all ranks, the script fails: {_reason(whole.ended)}"
     with leaving_open(report):
@@ -308,10 +311,13 @@ def _locate_decisions(runner: Runner, record: Record, steps: int, report: Report
     how: dict[str, Any] = {"steps": steps, "passes": PASSES, "trace": {"path": True}}
     ranks = runner.recorded(f"decisions of {record.size} ranks", record.size, **how).record
     between = {one.of: one for one in Paths.of_ranks(ranks)}
+    with_one = functools.cache(
+        lambda: Paths.with_one_process(ranks, runner.alone("decisions", ranks, trace={"path": True}).record)
+    )
     for found in wanted:
         paths = between.get(f"rank {found.rank}")
         if found.rank is None:
-            paths = Paths.with_one_process(ranks, runner.alone("decisions", ranks, trace={"path": True}).record)
+            paths = with_one()
         until = None
         if found.code in {"parameters-diverged", "gradients-not-synchronised"} and found.property != "evaluation":
             until = record.ranks[0].steps[min(found.step or 0, record.steps - 1)]["window"] + 1
@@ -406,7 +412,7 @@ def _imports(position: str) -> bool:
     return position.partition("  ")[2].startswith(("import ", "from "))
 
 
-def _blame(recorded: Run, whole: Run, report: Report) -> None:
+def _blame(recorded: Run, whole: Run, run_at_own_pace: Callable[[], Run], report: Report) -> None:
     """Says what a run that ended badly was: a difference, unless it ends so alone too, or the machine did it."""
     ended, record, alone = recorded.ended, recorded.record, whole.ended
     if (rank := ended_alone(recorded)) is not None:
@@ -419,6 +425,11 @@ def _blame(recorded: Run, whole: Run, report: Report) -> None:
     if (why := None if ended.hung else machine.to_blame(ended)) is not None:
         report.inconclusive = why
         return
+    if not ended.hung and samples.are_loaded(record):  # one process was given the ranks' samples, and has loaded none
+        again = run_at_own_pace()
+        if again.has_failed and _reason(again.ended) == _reason(ended):
+            report.inconclusive = f"the script fails alone too, where it loads its samples itself: {_reason(ended)}"
+            return
     found = communication.stuck(record) if ended.hung else _crash(ended, record)
     is_known = found.where is not None or found.rank is not None
     if ended.hung and not is_known and all(map(_imports, runs.stack_positions(ended.folder).values())):

@@ -56,7 +56,7 @@ def judge(record: Record, steps: list[Event], report: Report) -> None:
     """Compares the gradients of these steps, whose values were kept, with those of each rank's own backward passes."""
     errors: list[float] = []
     for step in steps:
-        error = _judge_step(record, step, brings_together(record.ranks[0], steps[0]), report)
+        error = _judge_step(record, step, brings_together(record.ranks[0], steps), report)
         if isinstance(error, str):
             report.cover("gradients", unchecked(f"one process takes other samples, and {error}"))
             return
@@ -377,12 +377,15 @@ def clipping(record: Record, event: Event) -> float | None:
     return factors[0] if len(factors) == 1 == max(calls, 1) else None
 
 
-def brings_together(rank: Rank, step: Event) -> str | None:
+def brings_together(rank: Rank, steps: Sequence[Event]) -> str | None:
     """Returns the line at which something of all ranks is brought together before the last backward pass of a step.
 
-    Asked of a first step: in later ones an evaluation may lie before it.
+    It must be so in the first two of these steps: before one of them an evaluation may lie.
     """
-    window = rank.by_window.get(step["window"], [])
-    backwards = [place for place, one in enumerate(window) if one["kind"] == "backward"]
-    before = window[: backwards[-1]] if backwards else []
-    return next((one["where"] for one in before if one["kind"] == "collective" and one["op"] in _BRINGING), None)
+    found = []
+    for step in steps[:2]:
+        window = rank.by_window.get(step["window"], [])
+        backwards = [place for place, one in enumerate(window) if one["kind"] == "backward"]
+        before = window[: backwards[-1]] if backwards else []
+        found.append([one["where"] for one in before if one["kind"] == "collective" and one["op"] in _BRINGING])
+    return next((where for where in found[0] if where in found[-1]), None) if found else None

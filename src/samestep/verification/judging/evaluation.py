@@ -496,7 +496,7 @@ def _sums(
             if bad is None and here["reduce"] in _CHOSEN:
                 continue  # that they have one maximum, or stop at once, says little of the rest
             if bad is None or (here["drew"] == there["drew"] and phase not in by_batch):
-                found.append(None if bad is None else _inexact(here["where"], *bad, record.size))
+                found.append(None if bad is None else _inexact(here["where"], *bad, record.size, here["reduce"]))
     return found
 
 
@@ -516,14 +516,15 @@ def _close(mine: float, theirs: float, share: float = _CLOSE) -> bool:
     return abs(mine - theirs) <= share * max(abs(mine), abs(theirs), 1e-12)
 
 
-def _inexact(where: str, mine: float, theirs: float, size: int) -> Finding:
+def _inexact(where: str, mine: float, theirs: float, size: int, reduce: str | None = None) -> Finding:
     whole = mine.is_integer() and theirs.is_integer()  # infinities and NaN are none
-    what = (
-        f"the ranks sum up {mine:g} where one process counts {theirs:g}"
-        if whole
-        else f"the ranks' values add up to {mine:.6g}, divided by {size} ranks {mine / size:.6g}; one process has "
-        f"{theirs:.6g}"
-    )
+    if reduce == "AVG":
+        what = f"the mean of the ranks' values is {mine:.6g}, and one process has {theirs:.6g}"
+    elif whole:
+        what = f"the ranks sum up {mine:g} where one process counts {theirs:g}"
+    else:
+        what = f"the ranks' values add up to {mine:.6g}, divided by {size} ranks {mine / size:.6g}; one process has "
+        what += f"{theirs:.6g}"
     return Finding(
         code="evaluation-inexact",
         where=where,

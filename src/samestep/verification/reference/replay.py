@@ -439,7 +439,7 @@ class Replay(ScriptObserver):
             return True
         theirs = state["parameters"].get(number, {})
         is_theirs = all(
-            name in theirs and theirs[name].equal(uncut(one))
+            name in theirs and theirs[name].equal(uncut(one).to(theirs[name].device))
             for name, one in self.optimizers.parameters(optimizer).items()
         )
         if not is_by_hand:

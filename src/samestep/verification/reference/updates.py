@@ -37,7 +37,7 @@ class UpdateReplay:
                     own.copy_(value)
         for name, optimizer, parameter in named_parameters(self._optimizers):
             if name in states and name not in known and _is_plain(parameter):  # one process has not stepped it yet
-                optimizer.state[parameter] = dict(states[name])
+                optimizer.state[parameter] = _placed(optimizer, parameter, states[name])
 
     def before(self, optimizer: Any, parameters: dict[str, Any], step: Event) -> None:
         """Sets the rates of a step, and its gradients where the ranks' are kept and one evaluation makes them.
@@ -101,6 +101,16 @@ class UpdateReplay:
             if group[name] == theirs:
                 group[name] = own
         self._lent.clear()
+
+
+def _placed(optimizer: Any, parameter: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state on the device that the optimizer keeps it on: counters of steps may stay on the host."""
+    group = next(one for one in optimizer.param_groups if any(held is parameter for held in one["params"]))
+    stays = () if group.get("fused") or group.get("capturable") else ("step",)
+    return {
+        key: value.to(parameter.device) if _is_tensor(value) and key not in stays else value
+        for key, value in state.items()
+    }
 
 
 def _is_tensor(value: Any) -> bool:
