@@ -577,3 +577,11 @@ def test_every_row_of_the_table_is_shown() -> None:
     assert {row for row in left if not row.startswith(tuple(ELSEWHERE))} == set()
     assert len(TABLE) >= 30
     assert os.getpid()
+
+
+def test_a_class_that_is_not_faked_may_be_named() -> None:
+    """transformers has an annotation `torch.cuda.CUDAGraph | None`."""
+    assert torch.cuda.CUDAGraph | None
+    assert not isinstance(1, torch.cuda.CUDAGraph)
+    with pytest.raises(NotImplementedError, match=r"do not fake torch\.cuda\.CUDAGraph"):
+        torch.cuda.CUDAGraph()

@@ -287,3 +287,12 @@ def test_nothing_of_a_script_is_kept_alive() -> None:
     del model
     gc.collect()
     assert not [one for one in gc.get_objects() if id(one) == known and isinstance(one, nn.Module)]
+
+
+def test_what_torch_distributions_draws_for_the_script_is_reported() -> None:
+    one = Recording()
+    subscribe(one, *_GROUPS)
+    torch.distributions.Normal(0.0, 1.0).sample((2,))
+    torch.distributions.Categorical(logits=torch.zeros(2)).sample()
+    nn.init.trunc_normal_(torch.empty(2))
+    assert one.calls == ["torch.normal", "torch.multinomial"]

@@ -379,3 +379,13 @@ def test_a_buffer_that_a_step_leaves_otherwise_than_in_one_process_is_found(
     assert [(one.code, one.step, one.tensor, one.where) for one in report.errors] == (
         [("buffers-diverged", 0, name, "train.py:25")] if is_found else []
     )
+
+
+@pytest.mark.parametrize(("exception", "may"), [("StopIteration", True), ("ValueError", False)])
+def test_one_process_that_has_used_all_batches_too_soon_may_take_them_in_turn(exception: str, *, may: bool) -> None:
+    """It accumulates as many as all ranks together, from a stream that it reads with next()."""
+    ranks = record(*([*passed([i], samples=2), step(0, "g", micro=2), ended()] for i in "01"))
+    failure = {"exception": exception, "message": ""}
+    apart: Event = {"kind": "out_of_step", "window": 1, "own": 0, "placed": True}
+    alone = Run(Ended(code=1, hung=False, failure=failure, folder=Path()), record([apart]))
+    assert InStep(ranks, alone).may_accumulate_in_turn == may

@@ -9,7 +9,7 @@ import pytest
 from journals import Event, passed, record, step
 
 from samestep.verification.findings import AGREES, DECLARED, REFUTED, Finding
-from samestep.verification.judging import rates
+from samestep.verification.judging import control, rates
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Run
 from samestep.verification.judging.reference import Comparison
@@ -191,3 +191,24 @@ def test_a_rate_is_scaled_where_the_batch_grows(rows: int, gradients: str, sever
     rates.judge_scaled(record(ranks, ranks), lambda: own_pace, report)
     assert [(one.code, one.severity) for one in report.findings] == [("learning-rate-differs", severity)]
     assert (report.coverage.get("control") == REFUTED) == (severity == "error")
+
+
+@pytest.mark.parametrize(("bias", "codes"), [(0.2, []), (0.7, ["learning-rate-differs"])])
+def test_rates_are_compared_by_parameter_where_each_rank_s_optimizer_holds_others(
+    bias: float, codes: list[str]
+) -> None:
+    """Each rank owns some parameters, each with a rate of its own."""
+
+    def holds(rates: dict[str, float], kind: str) -> list[Event]:
+        names: Event = {"kind": "names", "optimizer": 0, "names": [*rates], "groups": [*range(len(rates))]}
+        taken = step(0, "g", rates=[*rates.values()])
+        alone_: Event = {"kind": "rates", "event": 0, "optimizer": 0, "rates": [*rates.values()]}
+        return [names, taken] if kind == "rank" else [names, alone_, taken]
+
+    ranks = record(holds({"weight": 0.1, "head": 0.3}, "rank"), holds({"bias": bias}, "rank"))
+    single = record(holds({"weight": 0.1, "bias": 0.2, "head": 0.3}, "alone"))
+    told = [*rates.Rates(ranks, Run(ENDED, single), None, None, None).findings()]
+    assert [one.code for one in told] == codes
+    report = Report(ranks=2, steps=1)
+    control.judge(ranks, report)
+    assert [one for one in report.findings if one.code == "learning-rate-differs"] == []

@@ -175,3 +175,9 @@ def test_a_printed_metric_is_as_exact_as_its_last_digit(mine: str, theirs: str, 
     line = {"kind": "printed", "phase": 1, "where": "train.py:50", "drew": None}
     ranks, alone = ({place: {**line, "text": f"epoch 3: test loss {number}"}} for number in (mine, theirs))
     assert (metrics_alike([ranks], alone).different is not None) == differ
+
+
+def test_a_mean_of_the_ranks_is_not_divided_again() -> None:
+    assert "the mean of the ranks' values is 1.3, and one process has 1.2" in (
+        evaluation._inexact("train.py:9", 1.3, 1.2, 2, "AVG").cause
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from journals import step
 
@@ -60,3 +61,30 @@ def test_states_of_two_optimizers_are_told_apart_by_number(tmp_path: Path) -> No
         "optimizer 1: weight": 3,
         "optimizer 1: bias": 1,
     }
+
+
+def test_a_rate_that_is_a_number_of_numpy_is_lent(tmp_path: Path) -> None:
+    """It has a shape, as a tensor has."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.param_groups[0]["lr"] = np.linspace(0.1, 0.3, 3)[1]
+    optimizers = Optimizers(TraceWriter(tmp_path, 0))
+    optimizers.add(optimizer, "train.py:10")
+    taken = step(0, "g", rates=[0.4], settings=[{"weight_decay": np.float64(0.5)}])
+    UpdateReplay(Record(tmp_path, [Rank(0, [taken])]), optimizers).before(optimizer, {}, taken)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.4, 0.5)
+
+
+def test_rates_are_lent_by_parameter_where_each_rank_s_optimizer_holds_others(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([{"params": [one], "lr": 1.0} for one in model.parameters()])
+    optimizers = Optimizers(TraceWriter(tmp_path, 0))
+    optimizers.add(optimizer, "train.py:10")
+    ranks = [
+        Rank(number, [{"kind": "names", "optimizer": 0, "names": [name], "groups": [0]}, step(0, "g", rates=[rate])])
+        for number, (name, rate) in enumerate({"weight": 0.1, "bias": 0.2}.items())
+    ]
+    replay = UpdateReplay(Record(tmp_path, ranks), optimizers)
+    replay.before(optimizer, optimizers.parameters(optimizer), ranks[0].events[1])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]

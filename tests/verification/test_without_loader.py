@@ -747,3 +747,18 @@ def test_rows_of_ranks_that_draw_apart_may_be_others(monkeypatch: pytest.MonkeyP
     draws: list[Event] = [{"kind": "draw", "place": "0|train.py:9|1", "digest": one} for one in "ab"]
     ours = record(*([first, draw, *given(one)] for one, draw in zip(rows, draws, strict=True)))
     assert unloaded.other_rows(ours, record(given(["aabbccdd"] * 4))) is None
+
+
+@pytest.mark.parametrize(("second", "told"), [(["train.py:5"], "train.py:5"), ([], None), (None, "train.py:5")])
+def test_what_an_evaluation_before_the_first_step_brings_together_is_no_part_of_the_loss(
+    second: list[str] | None, told: str | None
+) -> None:
+    def window(number: int, places: list[str]) -> list[Event]:
+        calls: list[Event] = [
+            {"kind": "collective", "op": "all_reduce", "window": number, "where": where} for where in places
+        ]
+        return [*calls, {"kind": "backward", "window": number, "where": "train.py:9"}, step(number, "g")]
+
+    events = window(0, ["train.py:5"]) + ([] if second is None else window(1, second))
+    rank = Rank(0, events)
+    assert average.brings_together(rank, rank.steps) == told
