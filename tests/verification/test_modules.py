@@ -7,6 +7,7 @@ import gc
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from samestep.verification.recording import naming as modules
 
@@ -58,3 +59,16 @@ def test_the_lines_that_make_a_module_and_its_model_are_known(monkeypatch: pytes
     first = build.__code__.co_firstlineno
     assert numbers == [[first + 1] * 2, [first - 2, first + 1], [first - 2, first + 1]]
     assert list(modules.lines()) == [id(one) for one in (model, *model.layers)]
+
+
+@pytest.mark.parametrize(("wraps", "names"), [(True, ["weight"]), (False, ["model 1: online.weight"])])
+def test_a_wrapped_model_is_not_named_by_what_holds_it_beside_the_wrapper(
+    monkeypatch: pytest.MonkeyPatch, *, wraps: bool, names: list[str]
+) -> None:
+    """An average that one rank alone keeps holds the model that it follows."""
+    model = nn.Linear(2, 1, bias=False)
+    average, other = nn.ModuleDict({"online": model}), nn.Sequential()
+    wrapper = type("DistributedDataParallel" if wraps else "Wrapper", (nn.ModuleDict,), {})({"module": model})
+    monkeypatch.setattr(modules, "roots", lambda: [average, wrapper, other])
+    found = modules.held_by(model.parameters())
+    assert [name for theirs in found.values() for name in theirs] == names

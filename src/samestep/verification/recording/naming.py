@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Lines = tuple[str, str]  # of the user's code: where a module was made, and where the model that it is a part of was
 
 _WRAPPERS = ("module.", "_orig_mod.", "_forward_module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_PARALLEL = {"DistributedDataParallel", "FullyShardedDataParallel"}
 _made: list[list[tuple[weakref.ref[Any], Lines]]] = []  # one list, once modules are remembered
 
 
@@ -146,13 +147,26 @@ def bare(name: str) -> str:
     return name
 
 
-def _holds(module: nn.Module, wanted: set[int]) -> bool:
-    return any(owner_of(parameter) in wanted for _, parameter in named(module))
+def _held_of(root: nn.Module, wanted: set[int]) -> set[int]:
+    return {owner_of(one) for _, one in named(root)} & wanted
+
+
+def _holding(wanted: set[int]) -> list[nn.Module]:
+    """The models that hold any of the parameters.
+
+    What holds a part of a wrapped model beside its wrapper is left out, such as an average of the weights, with the
+    model that it follows, which one rank alone may keep.
+    """
+    held = [(root, _held_of(root, wanted)) for root in roots()]
+    wrapped = set().union(*(theirs for root, theirs in held if type(root).__name__ in _PARALLEL))
+    return [
+        root for root, theirs in held if theirs and (type(root).__name__ in _PARALLEL or not theirs.issubset(wrapped))
+    ]
 
 
 def _holders(wanted: set[int]) -> list[tuple[str, nn.Module]]:
-    """The models that hold any of the parameters, and what their names begin with where there are several models."""
-    found = [one for one in roots() if _holds(one, wanted)]
+    """These models, and what their names begin with where there are several."""
+    found = _holding(wanted)
     return [(f"model {number}: " if len(found) > 1 else "", root) for number, root in enumerate(found, 1)]
 
 
@@ -160,7 +174,7 @@ def buffers_of(parameters: Iterable[Tensor], *, evaluating: bool = False) -> dic
     """Returns the buffers of the models that hold any of the parameters, by name; or those of evaluating modules."""
     wanted = {id(parameter) for parameter in parameters}
     found: dict[str, Tensor] = {}
-    for number, root in enumerate([one for one in roots() if _holds(one, wanted)]):
+    for number, root in enumerate(_holding(wanted)):
         prefix = f"model {number + 1}: " if number else ""
         found |= {prefix + bare(name): buffer for name, buffer in _persistent(root, evaluating=evaluating)}
     return found
@@ -200,7 +214,7 @@ def untrained_of(known: Iterable[Tensor]) -> Iterator[tuple[nn.Module, dict[str,
 def foreign_buffers_of(parameters: Iterable[Tensor]) -> dict[str, Tensor]:
     """Returns the buffers of the modules that hold none of the parameters, by class and name."""
     wanted = {id(parameter) for parameter in parameters}
-    others = [one for one in roots() if not _holds(one, wanted)]
+    others = [one for one in roots() if not _held_of(one, wanted)]
     return {f"{type(one).__name__}: {name}": buffer for one in others for name, buffer in _persistent(one)}
 
 
