@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from journals import call, record
+from journals import Event, call, record
 
 import samestep
 from samestep.launch.rank import failure
@@ -185,9 +185,24 @@ def test_a_run_without_progress_is_a_hang_only_where_something_shows_what_is_wai
     recorded = Run(Ended(code=1, hung=True, failure=None, folder=tmp_path), record(waits, waits[:0]))
     alone = Run(Ended(code=0, hung=False, failure=None, folder=tmp_path), record([]))
     report = Report(ranks=2)
-    verify._blame(recorded, alone, report)
+    verify._blame(recorded, alone, lambda: alone, report)
     assert [one.code for one in report.errors] == (["hang"] if is_known else [])
     assert ("may be too busy" in (report.inconclusive or "")) is not is_known
+
+
+@pytest.mark.parametrize(("fails", "codes"), [(True, []), (False, ["crash"])])
+def test_what_fails_while_samples_are_loaded_is_tried_in_one_process(
+    tmp_path: Path, codes: list[str], *, fails: bool
+) -> None:
+    """One process is given the ranks' samples, and has loaded none of them."""
+    failure = {"exception": "ValueError", "message": "bits must be between 1 and 8", "where": "data.py:7", "rank": 1}
+    failed_run = Ended(code=1, hung=False, failure=failure, folder=tmp_path)
+    loaded: Event = {"kind": "batch", "key": "train.py:9#1", "number": 0, "training": True, "window": 0}
+    recorded, report = Run(failed_run, record([loaded], [loaded])), Report(ranks=2)
+    alone = Run(Ended(code=0, hung=False, failure=None, folder=tmp_path), record([]))
+    verify._blame(recorded, alone, lambda: recorded if fails else alone, report)
+    assert [one.code for one in report.errors] == codes
+    assert ("where it loads its samples itself" in (report.inconclusive or "")) is fails
 
 
 def test_a_rank_that_imports_waits_for_nothing() -> None:
