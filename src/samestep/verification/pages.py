@@ -117,11 +117,15 @@ PAGES = {
         "parameters that get gradients and are in no optimizer, beside ones of the optimizer that get none",
     ),
     "batches-differ": Page(
-        "ranks that share a model's parts train on different batches",
+        "ranks train on other batches than the ranks of their group, or than one process",
         "Under tensor parallelism the ranks of a group compute one forward pass together, each with its part of the "
-        "parameters. Where each has a batch of its own, what they add up belongs to no batch at all.",
-        "Shard the data by the rank in the data-parallel mesh, not by the global rank; seed what shuffles alike.",
-        "the contents of what the ranks' loaders yield, compared within each group",
+        "parameters. Where each has a batch of its own, what they add up belongs to no batch at all. Samples that a "
+        "rank makes from its own part of the data (negatives, weights of edges, ids of words) also differ from those "
+        "that one process makes from all of it.",
+        "Shard the data by the rank in the data-parallel mesh, not by the global rank; seed what shuffles alike. Make "
+        "samples from all data, and divide them after that.",
+        "the contents of what the ranks' loaders yield, compared within each group; without a loader, what the models "
+        "get in a step, compared with one process where the gradients differ",
     ),
     "samples-repeated": Page(
         "samples are used more than once an epoch",

@@ -213,7 +213,7 @@ def notify_end(controller: Controller, text: str, code: int) -> None:
 # --- replacements ---------------------------------------------------------------------------------
 
 # Both classes let agents connect that take the place of lost ones. Hosts go by their place in the run, from 0;
-# `reasons` say why nobody has come so far; `node` is this process's own, where others start agents.
+# `reasons` say why no agent has joined yet; `node` is this process's own, where others start agents.
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """A rendezvous address that is bound and kept, and the store that rank 0 serves on it.
 
-The parent binds a free port and keeps the socket; rank 0 inherits it and serves torch's TCPStore on it, so nobody can
-take the port between. Every rank is a client, rank 0 too; until the server runs, clients wait in the backlog.
+The parent binds a free port and keeps the socket; rank 0 inherits it and serves torch's TCPStore on it, so no other
+program can take the port in between. Every rank is a client, rank 0 too; until the server runs, clients wait in the
+backlog.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def judge(record: Record, whole: Run, report: Report) -> None:
     """Adds which gradients of the first step are not those of one process; `whole` is the script alone.
 
     If most of these gradients are one process's, so are the parts that are not seen, and one that is not is wrong by
-    itself: each rank has a part of it that nobody adds up, or it is added up once too often. If some are one process's,
-    and all others N times as large at the same rates, those are wrong, however many they are: of experts, say.
+    itself: its parts on the ranks are not added up, or added up twice. If some are one process's, and all others N
+    times as large at the same rates, those are wrong, however many they are: of experts, say.
     """
     report.add(_findings(record, whole))
 

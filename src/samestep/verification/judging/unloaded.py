@@ -145,9 +145,9 @@ def _others(record: Record, step: Event, ours: Counter[str], whole: Counter[str]
         code="batches-differ",
         step=step["event"],
         where=record.ranks[0].backward_of(step),
-        cause=f"of {ours.total():,} rows that the ranks' models get, that of one process does not get "
-        f"{(ours - whole).total():,}, and the gradient of step {step['event']}, from the same parameters, is another "
-        "one: what makes the samples depends on the part of the data that a rank has",
+        cause=f"{(ours - whole).total():,} of the {ours.total():,} rows that the ranks' models get are not among those "
+        f"of one process, and from the same parameters the gradient of step {step['event']} differs: what makes the "
+        "samples depends on the part of the data that a rank has",
         fix="compute what samples are made with (a vocabulary, statistics, weights, negatives) from all data, or over "
         "all ranks, and divide the samples after that",
     )

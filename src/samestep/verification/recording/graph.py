@@ -66,7 +66,7 @@ def scale_of(root: Any) -> dict[str, Any]:
 
 
 def terms_of(root: Any) -> list[dict[str, Any]]:
-    """Returns the terms of a loss, each a mean or a sum with a constant factor; none where they cannot be told.
+    """Returns the terms of a loss, each a mean or a sum with a constant factor; empty if the graph does not show them.
 
     A mean over as many values on each rank may be averaged over ranks; a sum may not, nor may means over different
     counts.

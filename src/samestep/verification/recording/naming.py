@@ -40,7 +40,7 @@ def remember(module: Any) -> None:
 
 
 def alive() -> list[Any] | None:
-    """Returns those that are alive, in the order in which they were made; None where nobody remembers them."""
+    """Returns those that are alive, in the order in which they were made; None if :func:`remember` was not called."""
     if not _made:
         return None
     known = [(one, module) for one in _made[0] if (module := one[0]()) is not None]

@@ -1,7 +1,7 @@
 """The observer that records a rank, and changes nothing in what it does but its dropout and its autocast.
 
 A window is what lies between two optimizer steps. Digests are kept of every step, values of few windows. The rank is
-ended with code 0 after so many steps: all ranks at the same, so nobody waits for anybody.
+ended with code 0 after so many steps: all ranks at the same step, so no rank waits for another.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Recorder(ScriptObserver):
         self._averaged: dict[int, dict[str, Any] | None] = {}  # model -> its event of this window; None: several values
         self._averages_reported = 0
         self._loaded_averaged: dict[str, str] = {}
-        self._collected_at = -1  # the window in which models that nobody holds were collected last
+        self._collected_at = -1  # the window in which unreferenced models were last collected
         self._evaluates: str | None = None  # the evaluation whose parameters were written last
         self._loaded_at: str | None = None  # where parameters were loaded since the last step
         self._is_fed = False  # a DataLoader has yielded what is trained on
