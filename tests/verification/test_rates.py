@@ -130,6 +130,22 @@ def test_a_schedule_as_long_as_the_passes_has_the_same_rates_behind_as_many_samp
     assert [one.severity for one in found(ranks, single, pace=own)] == ([] if severity is None else [severity])
 
 
+@pytest.mark.parametrize(
+    ("ranks", "severity"),
+    [
+        ((0.0, 0.8, 0.4), "note"),
+        ((0.0, 0.8, 0.1), "error"),  # decays faster, even with the samples of the warm-up
+        ((0.4, 0.8, 0.4), "error"),  # another warm-up
+    ],
+)
+def test_a_warm_up_may_have_as_many_steps_for_ranks_as_for_one_process(ranks: tuple[float, ...], severity: str) -> None:
+    pace = (0.0, 0.8, 0.64, 0.48, 0.32, 0.16)
+    single = [event for number, rate in enumerate(pace[:3]) for event in alone(number, rate)]
+    own = [step(number, "g", rates=[rate]) for number, rate in enumerate(pace)]
+    own_steps = [step(number, "g", rates=[rate]) for number, rate in enumerate(ranks)]
+    assert [one.severity for one in found(own_steps, single, pace=own)] == [severity]
+
+
 def test_rates_that_a_script_sets_itself_are_compared_step_by_step() -> None:
     ranks = [step(0, "g", rates=[0.8]), step(1, "g", rates=[0.4])]
     assert found(ranks, [*alone(0, 0.8), *alone(1, 0.4)]) == []

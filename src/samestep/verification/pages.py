@@ -175,7 +175,8 @@ PAGES = {
         "learning rates differ",
         "Between ranks: parameters drift apart though gradients agree. Between N ranks and one process: the script "
         "scales its rate more than its batch grows, or while the batch of all ranks stays as large, or its schedule "
-        "has another pace: it moves on once for each rank, say, while its length counts steps.",
+        "has another pace: it moves on once for each rank, say, while its length counts steps. A warm-up of a fixed "
+        "number of steps, which has the samples of more steps of one process, is a note.",
         "Let schedules see reduced metrics; scale the rate once.",
         "rates of every optimizer at every step, compared between ranks and with the script alone",
     ),

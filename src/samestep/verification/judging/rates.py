@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from samestep.text import plural
 from samestep.verification.findings import AGREES, Finding, Severity
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record, Run, calls_in
@@ -71,10 +72,12 @@ class Rates:
                 yield self._counted_in_parts()
                 wrong, scaled = None, then_scaled
         elif wrong is not None and not is_often and self.own_pace is not None:
-            pairs = list(self._by_samples(self.own_pace()))
+            paced = self.own_pace()
+            pairs = list(self._by_samples(paced))
             other, then_scaled = self._judged(pairs)
             if pairs and other is None:
                 wrong, scaled = None, then_scaled
+                yield from self._warm_ups(paced.ranks[0].steps)
         if scaled is not None:
             yield self._finding(scaled, _SCALED, None, "note")
         if wrong is not None and is_often:
@@ -131,20 +134,41 @@ class Rates:
         """Those of the steps in which one process would use the samples of a step of the ranks: the nearest one's.
 
         A schedule may be as long as the passes, which N ranks make in an Nth of the steps where the size of a process's
-        batches is given.
+        batches is given. Where its warm-up has as many steps for N ranks as for one process, those are held against
+        each other; later steps may be up to the samples of this warm-up behind.
         """
         steps = alone.ranks[0].steps if alone.ranks and self.record.is_alike else []
-        turns = len({event["optimizer"] for event in self._steps()})
-        if len(steps) < _AS_FAR * self.record.size * len(list(self._steps())):
+        mine = list(self._steps())
+        turns, size = len({event["optimizer"] for event in mine}), self.record.size
+        if len(steps) < _AS_FAR * size * len(mine):
             return
-        for place, event in enumerate(self._steps()):
-            first = (place // turns) * turns * self.record.size + place % turns
-            theirs = [one["rates"] for one in steps[first : first + turns * self.record.size : turns]]
-            if len(theirs) < self.record.size:
+        warm_up = self._warm_up(steps) // turns
+        for place, event in enumerate(mine):
+            at, turn = divmod(place, turns)
+            first, end = (at, at + 1) if at < warm_up else ((at - warm_up) * size, (at + 1) * size)
+            theirs = [one["rates"] for one in steps[first * turns + turn : end * turns : turns]]
+            if len(theirs) < end - first:
                 return
-            for group, mine in enumerate(event["rates"]):
+            for group, rate in enumerate(event["rates"]):
                 rates = [one[group] for one in theirs if group < len(one)] or [0.0]
-                yield _Pair(event, group, mine, min(max(mine, min(rates)), max(rates)))
+                yield _Pair(event, group, rate, min(max(rate, min(rates)), max(rates)))
+
+    def _warm_up(self, steps: list[Event]) -> int:
+        """How many steps, of the ranks as of one process, come before the highest rate; 0 where these are not alike."""
+        ours, theirs = ([one["rates"][0] for one in own] for own in (list(self._steps()), steps))
+        before = ours.index(max(ours))
+        return before if theirs.index(max(theirs)) == before else 0
+
+    def _warm_ups(self, steps: list[Event]) -> Iterator[Finding]:
+        if count := self._warm_up(steps):
+            yield Finding(
+                code="learning-rate-differs",
+                severity="note",
+                where=self._set_at(count),
+                cause=f"the warm-up has {plural(count, 'step')} for {self.record.size} ranks as for one process, whose "
+                "steps have fewer samples",
+                fix=None,
+            )
 
     def _judged(self, pairs: list[_Pair]) -> tuple[_Pair | None, _Pair | None]:
         """Returns the first pair that no scale explains, and the first, before it, that is scaled."""
@@ -173,15 +197,19 @@ class Rates:
         size = self.record.size
         return all(None in pair or abs(pair[0] - size * pair[1]) < size for pair in pairs)
 
-    def _finding(self, pair: _Pair, why: str, fix: str | None, severity: Severity = "error") -> Finding:
+    def _set_at(self, event: int) -> str | None:
+        """Where the rates of this step are set: by a schedule, or as the optimizer is made."""
         made = self.record.ranks[0].of("optimizer")
-        moved = [one for one in self.record.ranks[0].of("scheduler") if one.get("event", 0) <= pair.event["event"]]
+        moved = [one for one in self.record.ranks[0].of("scheduler") if one.get("event", 0) <= event]
+        return moved[-1]["where"] if moved and event else made[0]["where"] if made else None
+
+    def _finding(self, pair: _Pair, why: str, fix: str | None, severity: Severity = "error") -> Finding:
         return Finding(
             code="learning-rate-differs",
             severity=severity,
             step=pair.event["event"],
             factor=round(pair.mine / pair.theirs, 6) if pair.theirs else None,
-            where=moved[-1]["where"] if moved and pair.event["event"] else made[0]["where"] if made else None,
+            where=self._set_at(pair.event["event"]),
             cause=f"at step {pair.event['event']} {self.record.size} ranks step with the rate {pair.mine:.4g}, one "
             f"process with {pair.theirs:.4g}: {why}",
             fix=fix,
