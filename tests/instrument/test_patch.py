@@ -8,6 +8,7 @@ import importlib
 import inspect
 import random
 import sys
+import sysconfig
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -296,3 +297,28 @@ def test_what_torch_distributions_draws_for_the_script_is_reported() -> None:
     torch.distributions.Categorical(logits=torch.zeros(2)).sample()
     nn.init.trunc_normal_(torch.empty(2))
     assert one.calls == ["torch.normal", "torch.multinomial"]
+
+
+def test_what_a_library_draws_for_the_script_is_reported_with_its_name() -> None:
+    one = Recording()
+    subscribe(one, *_GROUPS)
+    where = f"{sysconfig.get_path('purelib')}/layers/drop.py"
+    library: dict[str, Any] = {"__name__": "layers.drop", "torch": torch}
+    exec(compile("def mask(n):\n    return torch.empty(n).bernoulli_(0.5)", where, "exec"), library)
+    library["mask"](2)
+    torch.nn.functional.gumbel_softmax(torch.zeros(2))
+    assert one.calls == ["layers: torch.Tensor.bernoulli_", "torch.Tensor.exponential_"]
+
+
+def test_numbers_drawn_in_place_can_be_exchanged() -> None:
+    class Handing(Recording):
+        def on_random(self, name: str, where: str, value: Any) -> Any:
+            super().on_random(name, where, value)
+            return torch.ones(2)
+
+    one = Handing()
+    subscribe(one, *_GROUPS)
+    drawn = torch.zeros(2)
+    assert drawn.normal_() is drawn
+    assert drawn.tolist() == [1.0, 1.0]
+    assert one.calls == ["torch.Tensor.normal_"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 from journals import Event, call, record
 
 import samestep
@@ -209,3 +211,28 @@ def test_a_rank_that_imports_waits_for_nothing() -> None:
     assert verify._imports("train.py:4  from torch import nn")
     assert not verify._imports("train.py:30  dist.barrier()")
     assert not verify._imports("train.py:30")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_ours"),
+    [
+        ("value = events[place]", True),
+        ("return original(*args, **kwargs)", False),  # the script calls something that fails
+        ("batch = next(self._batches)", False),  # a library's dataset fails
+    ],
+)
+def test_a_failure_of_the_recorder_is_not_the_script_s(
+    text: str, is_ours: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = Path(machine.__file__).parent
+    said = (
+        f'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in <module>\n    loss.backward()\n'
+        f'  File "{package}/recording/recorder.py", line 80, in on_backward\n    {text}\n'
+        f'  File "{torch.__file__}", line 3, in backward\n    run()\nKeyError: 3\n'
+    )
+    (tmp_path / "run" / "1" / "a").mkdir(parents=True)
+    told = {"rank": 0, "exception": "KeyError", "message": "3", "traceback": said}
+    (tmp_path / "run" / "1" / "a" / "rank0.error.json").write_text(json.dumps(told))
+    found = machine.recorder_fault(Ended(code=1, hung=False, failure=None, folder=tmp_path))
+    assert (found is not None) == is_ours
+    assert ("line 80" in capsys.readouterr().err) == is_ours

@@ -1,4 +1,4 @@
-"""Reports random numbers that the script draws, also by torch.distributions, and switches off dropout and autocast.
+"""Reports random numbers that the script draws, also by libraries that it calls, and switches off dropout and autocast.
 
 Dropout draws other masks for other batch shapes; reduced precision hides what is to be seen (a mean of means in
 bfloat16 lies below its rounding error). Recorded ranks and the script alone run without both, and the report says so.
@@ -15,13 +15,13 @@ from typing import Any
 from samestep.instrument.callbacks import call, listeners
 from samestep.instrument.patch import Group, call_site, caller, is_own, is_traced
 
-draws = Group()  # reports random numbers that the script's own lines draw
+draws = Group()  # reports random numbers that the script's own lines draw, or libraries for them
 without_dropout_and_autocast = Group()  # switches both off, also in compiled code; reports what would be dropped
 
 DRAWS = {
     "torch": (
         *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"),
-        *("rand_like", "randn_like", "randint_like"),
+        *("rand_like", "randn_like", "randint_like", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"),
     ),
     "numpy.random": (
         *("rand", "randn", "randint", "random", "uniform", "normal", "beta", "permutation", "choice"),
@@ -29,24 +29,66 @@ DRAWS = {
     ),
     "random": ("random", "uniform", "randint", "choice", "betavariate", "gauss", "sample", "randrange"),
 }
+_DRAWN_BY_TENSORS = (
+    *("bernoulli", "multinomial"),
+    *("bernoulli_", "normal_", "uniform_", "exponential_", "random_", "geometric_", "log_normal_", "cauchy_"),
+)
+_CALLED_THROUGH = (
+    *("torch.distributions", "torch.nn.modules", "torch.nn.parallel", "torch.nn.functional"),
+    *("torch.utils._contextlib", "torch.utils.checkpoint"),
+)
+_NOT_THROUGH = ("torch", "numpy", "random", "samestep")  # what orders samples, or begins parameters, and not a step's
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 def _draw(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
     value = original(*args, **kwargs)
-    frame: FrameType | None = caller()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributions"):
-        frame = frame.f_back
-    if frame is not None and is_own(frame.f_code.co_filename):
+    if (asked := _asked()) is not None:
+        frame, library = asked
         for one in listeners("on_random"):
-            value = one.on_random(name, call_site(frame), value)
+            value = one.on_random(f"{library}: {name}" if library else name, call_site(frame), value)
     return value
+
+
+def _draw_in_place(name: str, original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    original(self, *args, **kwargs)
+    if type(self) is torch.Tensor and not self.is_meta and (asked := _asked()) is not None:
+        frame, library = asked
+        value = self
+        for one in listeners("on_random"):
+            value = one.on_random(f"{library}: {name}" if library else name, call_site(frame), value)
+        if value is not self:
+            with torch.no_grad():
+                self.copy_(value)
+    return self
+
+
+def _asked() -> tuple[FrameType, str] | None:
+    """Returns the script's own frame that draws, and the library that draws for it: "" for none, or for torch itself.
+
+    None where torch, or another package that this process runs in, draws for a purpose of its own.
+    """
+    frame: FrameType | None = caller()
+    library = ""
+    while frame is not None and not is_own(frame.f_code.co_filename):
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(_CALLED_THROUGH):
+            library = library or module.partition(".")[0]
+            if library in _NOT_THROUGH or module.partition(".")[0] in _NOT_THROUGH:
+                return None
+        frame = frame.f_back
+    return None if frame is None else (frame, library)
 
 
 for _family, _names in DRAWS.items():
     for _name in _names:
         draws.patch(_family, _name)(functools.partial(_draw, f"{_family}.{_name}"))
+for _name in _DRAWN_BY_TENSORS:
+    _drawing = _draw_in_place if _name.endswith("_") else _draw
+    draws.patch("torch", f"Tensor.{_name}")(functools.partial(_drawing, f"torch.Tensor.{_name}"))
 
 
 @without_dropout_and_autocast.patch("torch.nn.functional", *_DROPOUTS, compiled=True)

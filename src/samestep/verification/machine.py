@@ -1,4 +1,4 @@
-"""Failures of the machine and not of the script: a taken port, no memory, a full disk, a lost agent.
+"""Failures of the machine and not of the script: a taken port, no memory, a full disk, a lost agent, the recorder.
 
 One process alone opens no port that others need, and takes less memory: that it ends well accuses no script here. A
 port that the ranks themselves take twice is the script's own mistake: once they are gone, it is free again.
@@ -7,16 +7,24 @@ port that the ranks themselves take twice is the script's own mistake: once they
 from __future__ import annotations
 
 import errno
+import os
 import re
 import socket
+import sys
 import time
+from pathlib import Path
 
+from samestep.launch.rank.user_code import is_user_file
+from samestep.verification import runs
 from samestep.verification.runs import Ended
 
 _TAKEN = re.compile(r"address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport: (\d+)|', (\d+)\)")  # as torch's store says it; as asyncio does
 _FULL = re.compile("No space left on device|Disk quota exceeded|PytorchStreamWriter failed writing")
 _LOOK_S = 0.1
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in .+(?:\n {4,}(.*))?', re.MULTILINE)
+_RECORDER = f"{Path(__file__).parent}{os.sep}"
+_CALLS_ON = re.compile(r"original|next\(|super\(\)|yield from|^for ")  # what the script has called, or loads
 
 
 def taken_port(ended: Ended) -> int | None:
@@ -45,6 +53,25 @@ def comes_free(port: int, seconds: float) -> bool:
             return False
         time.sleep(_LOOK_S)
     return True
+
+
+def recorder_fault(ended: Ended) -> str | None:
+    """Returns what to say where samestep's own recorder has raised what ended a run; None where the script did.
+
+    A call of the script that fails has a frame of the recorder, too, which has called the original on.
+    """
+    for failure in runs.failures(ended.folder):
+        frames = _FRAME.findall(str(failure.get("traceback", "")))
+        last = max((number for number, frame in enumerate(frames) if is_user_file(frame[0])), default=-1)
+        ours = [frame for frame in frames[last + 1 :] if _RECORDER in frame[0]]
+        if ours and not _CALLS_ON.search(ours[-1][2]):
+            sys.stderr.write(failure["traceback"])
+            where, said = f"{Path(ours[-1][0]).name}:{ours[-1][1]}", str(failure["message"])[:200]
+            return (
+                f"samestep itself failed at {where} while it recorded ({failure['exception']}: {said}): please report "
+                "this with the traceback above"
+            )
+    return None
 
 
 def to_blame(ended: Ended) -> str | None:

@@ -200,15 +200,22 @@ def stack_positions(folder: Path) -> dict[int, str]:
     return places
 
 
-def failure_positions(folder: Path) -> dict[int, str]:
-    """Returns rank -> the line of the script at which its failure, or that of another rank, was raised."""
-    places = {}
+def failures(folder: Path) -> list[dict[str, Any]]:
+    """Returns what the ranks of a run, by their number, have written down of their failures."""
+    found = []
     for path in sorted((folder / "run").glob("*/*/rank*.error.json")):
         with contextlib.suppress(OSError, ValueError):
-            failure = json.loads(path.read_text(encoding="utf-8"))
-            if failure.get("where"):
-                places[int(failure["rank"])] = f"{failure['where']}  {failure.get('source') or ''}".rstrip()
-    return places
+            found.append(json.loads(path.read_text(encoding="utf-8")))
+    return found
+
+
+def failure_positions(folder: Path) -> dict[int, str]:
+    """Returns rank -> the line of the script at which its failure, or that of another rank, was raised."""
+    return {
+        int(failure["rank"]): f"{failure['where']}  {failure.get('source') or ''}".rstrip()
+        for failure in failures(folder)
+        if failure.get("where")
+    }
 
 
 def _end(process: Process) -> None:

@@ -263,7 +263,8 @@ def _verified(runner: Runner, steps: int) -> Report:
     if recorded.has_failed:
         _blame(recorded, whole, run_at_own_pace, report)
     elif whole.has_failed:
-        report.inconclusive = f"alone, with the samples of all ranks, the script fails: {_reason(whole.ended)}"
+        fault = machine.recorder_fault(whole.ended)
+        report.inconclusive = fault or f"alone, with the samples of all ranks, the script fails: {_reason(whole.ended)}"
     with leaving_open(report):
         claims.judge(runner, record, report)
     if not recorded.has_failed:
@@ -417,6 +418,9 @@ def _blame(recorded: Run, whole: Run, run_at_own_pace: Callable[[], Run], report
     ended, record, alone = recorded.ended, recorded.record, whole.ended
     if (rank := ended_alone(recorded)) is not None:
         report.inconclusive = f"rank {rank} takes steps by itself, while others wait for it; ask for more with --steps"
+        return
+    if (fault := machine.recorder_fault(ended) or machine.recorder_fault(alone)) is not None:
+        report.inconclusive = fault
         return
     if whole.has_failed:
         where = f", at {alone.failure['where']}" if alone.failure and alone.failure.get("where") else ""

@@ -13,6 +13,7 @@ from samestep.verification.report import Report
 
 _NOISE = {f"torch.{name}" for name in ("rand", "randn", "normal", "bernoulli", "rand_like", "randn_like")}
 _NOISE |= {f"numpy.random.{name}" for name in ("rand", "randn", "normal", "random", "standard_normal", "uniform")}
+_NOISE |= {"torch.Tensor.normal_", "torch.Tensor.uniform_"}
 _NOTHING = "the script draws nothing itself while it trains"
 _BETWEEN = "what the script draws by itself it draws before a step's samples are there, and may be the samples"
 _FEWEST = 16  # numbers in a draw that cannot be equal by chance, and are no setting

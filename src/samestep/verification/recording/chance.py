@@ -57,6 +57,11 @@ def keep(journal: TraceWriter, place: str, name: str, value: Any, *, within: boo
     journal.write("draw", **about, shape=shape, digest=digested, kept=kept, whole=whole)
 
 
+def begins_parameters(name: str) -> bool:
+    """Whether a draw is one of those that begin parameters, too: in place, or by a library."""
+    return name.endswith("_") or ":" in name
+
+
 def note_order(journal: TraceWriter, where: str, name: str, value: Any) -> None:
     """Writes down that an order of samples was drawn, and what tells it from others."""
     import torch

@@ -24,7 +24,7 @@ from samestep.launch.rank.observers import RankContext
 from samestep.rankenv import variable
 from samestep.runtime.digest import digest, digest_of_bytes
 from samestep.verification.journal import SPAWNED
-from samestep.verification.recording.chance import MOST_BEFORE, ORDERING, keep, note_order
+from samestep.verification.recording.chance import MOST_BEFORE, ORDERING, begins_parameters, keep, note_order
 from samestep.verification.recording.compressing import Compressing
 from samestep.verification.recording.containers import mapped, named_tensors
 from samestep.verification.recording.evaluations import STATISTICS
@@ -583,7 +583,7 @@ class Recorder(ScriptObserver):
             note_order(self.journal, where, name, value)
         if self.optimizers.all and not self.is_loading:
             self.evaluations.drew(value)
-        if self.is_elsewhere:
+        if self.is_elsewhere or (begins_parameters(name) and not self.optimizers.all):
             return value
         if self.window and self._is_fed and not self._is_over:
             self.open_window()  # a second step on the same batch may begin with noise

@@ -74,6 +74,8 @@ def row_digests(value: Any, samples: int = 0, *, loaded: bool = False) -> list[s
     """
     if is_unstacked(value, samples):
         return [_digest(_of(value, samples, index)) for index in range(samples)]
+    if not loaded and (samples_of := _packed(value)):
+        return [_digest(one) for one in samples_of]
     size = count(value)
     tensors = [leaf for leaf in rowed(value) if leaf.shape[0] == size]
     if not size or not tensors or (loaded and len(tensors) < len(rowed(value))):
@@ -86,6 +88,34 @@ def row_digests(value: Any, samples: int = 0, *, loaded: bool = False) -> list[s
             digest.update(row[index].data)
         digests.append(digest.hexdigest())
     return digests
+
+
+def _packed(value: Any) -> list[list[Tensor]]:
+    """What a batch has of each sample, if these lie one behind the other and it has their starts, as EmbeddingBag gets.
+
+    >>> words, starts = torch.tensor([5, 6, 7, 8]), torch.tensor([0, 1])
+    >>> _packed((words, starts))
+    [[tensor([5])], [tensor([6, 7, 8])]]
+    """
+    tensors = rowed(value)
+    for starts in tensors:
+        others = [one for one in tensors if one is not starts]
+        long = [one for one in others if len(one) > len(starts)]
+        if starts.dim() == 1 and _are_whole(starts) and any(one.dim() == 1 and _are_whole(one) for one in long):
+            begins = starts.tolist()
+            is_one_length = len({len(one) for one in long}) == 1 and all(len(one) >= len(starts) for one in others)
+            if is_one_length and begins[0] == 0 and begins == sorted(begins) and begins[-1] <= len(long[0]):
+                ends = [*begins[1:], len(long[0])]
+                rest = [one for one in others if len(one) == len(starts)]
+                return [
+                    [one[begin:end] for one in long] + [one[i] for one in rest]
+                    for i, (begin, end) in enumerate(zip(begins, ends, strict=True))
+                ]
+    return []
+
+
+def _are_whole(tensor: Tensor) -> bool:
+    return tensor.dtype in {torch.int64, torch.int32}
 
 
 def _of(value: Any, samples: int, index: int) -> Iterator[Tensor]:

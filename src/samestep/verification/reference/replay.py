@@ -24,7 +24,7 @@ from samestep.runtime.digest import digest
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.judging.samples import cut_after_loading, passes
-from samestep.verification.recording.chance import are_whole, as_tensor, joined_draws
+from samestep.verification.recording.chance import are_whole, as_tensor, begins_parameters, joined_draws
 from samestep.verification.recording.naming import trained_of
 from samestep.verification.recording.optimizers import digests, norms_of, rates_of, state_of, uncut
 from samestep.verification.recording.script_observer import ScriptObserver, StopRecording
@@ -500,7 +500,7 @@ class Replay(ScriptObserver):
     def on_random(self, name: str, where: str, value: Any) -> Any:
         if self.optimizers.all and not self.is_loading:
             self.evaluations.drew(value)
-        if self.is_elsewhere:
+        if self.is_elsewhere or (begins_parameters(name) and not self.optimizers.all):
             return value
         if self.window and self._replayed and not self._is_over:
             self.open_window()
