@@ -77,7 +77,7 @@ def test_a_run_stopped_after_an_epoch_goes_on_as_if_it_had_not(tmp_path, capsys)
     whole = capsys.readouterr().out.splitlines()
     halved = ["--checkpoint", str(tmp_path / "halved"), "--save-every", "10 steps"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digits.Training, "epoch", stopping_after(30))
+        patch.setattr(digits.Training, "steps", stopping_after(30))
         with pytest.raises(Stopped):
             digits.main([*common, "2", *halved])
     capsys.readouterr()
@@ -92,20 +92,18 @@ class Stopped(Exception):  # noqa: N818
     """The end of the run, in the middle of an epoch."""
 
 
-def stopping_after(steps):
-    """`Training.epoch` that stops the run after so many steps of all epochs."""
-    whole, taken = digits.Training.epoch, []
+def stopping_after(count):
+    """`Training.steps` that stops the run after so many steps of all epochs."""
+    whole, taken = digits.Training.steps, []
 
-    def epoch(self, after_step):
-        def counted():
-            after_step()
+    def steps(self):
+        for step in whole(self):
+            yield step
             taken.append(None)
-            if len(taken) == steps:
+            if len(taken) == count:
                 raise Stopped
 
-        whole(self, counted)
-
-    return epoch
+    return steps
 
 
 def test_a_finished_training_is_evaluated_again(tmp_path, capsys):
