@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping
@@ -161,7 +162,12 @@ class Optimizers:
         found: dict[str, Any] = {}
         stepped = self._every_parameter()
         held_ids = {id(parameter) for parameter in stepped}
-        for model, parameters in untrained_of(stepped):
+        models = list(untrained_of(stepped))
+        if any(model not in self._models for model, _ in models):
+            del models
+            gc.collect()  # of what the script has dropped, more may be left on one rank than on another
+            models = list(untrained_of(stepped))
+        for model, parameters in models:
             if model not in self._models:
                 is_trained = any(owner_of(one) in held_ids for _, one in named(model))
                 number = next(self._numbered_trained if is_trained else self._numbered)

@@ -214,6 +214,8 @@ class Replay(ScriptObserver):
 
         sizes = [event["size"] for _, event in events]
         try:
+            if (value := self._made_anew(events, loader)) is not None:
+                return value
             value = joined(self._values(events), sizes)
         except UnjoinableError as error:
             value = self._collated([event["indices"] for _, event in events], loader, error)
@@ -231,15 +233,40 @@ class Replay(ScriptObserver):
         except (AttributeError, ImportError, RecursionError, TypeError, UnpicklingError) as error:
             raise UnjoinableError(f"they cannot be read back: {type(error).__name__}: {error}") from error
 
+    def _made_anew(self, events: list[tuple[int, Event]], loader: Any) -> Any:
+        """One batch of the samples of several, if its rows are not samples: the halves of a batch of pairs, say.
+
+        None where rows are samples, or where the samples are other ones when they are loaded again.
+        """
+        from samestep.verification.recording.datasets import batch_anew, sample_digest
+
+        indices = [event["indices"] or [] for _, event in events]
+        are_samples = any(event["size"] in {0, len(own)} for (_, event), own in zip(events, indices, strict=True))
+        if len(events) == 1 or are_samples or not all(indices):
+            return None
+        self.is_loading = True
+        try:
+            for own, value in zip(indices, self._values(events), strict=True):
+                if sample_digest(batch_anew(loader, own)) != sample_digest(value):
+                    return None
+            self.journal.write("collated")
+            known = [index for own in indices for index in own]
+            order = self._order(list(map(len, indices))).tolist() if self._permuted else range(len(known))
+            return batch_anew(loader, [known[place] for place in order])
+        finally:
+            self.is_loading = False
+
     def _collated(self, indices: list[list[int] | None], loader: Any, error: Exception) -> Any:
         """Loads the samples anew, and lets the script's own function make one batch of them, padded alike, say."""
+        from samestep.verification.recording.datasets import batch_anew
+
         known = [index for theirs in indices for index in theirs or []]
         if any(theirs is None for theirs in indices) or not callable(getattr(loader, "collate_fn", None)):
             self._give_up(str(error))
         self.journal.write("collated")
         self.is_loading = True
         try:
-            return loader.collate_fn([loader.dataset[index] for index in known])
+            return batch_anew(loader, known)
         finally:
             self.is_loading = False
 
