@@ -1,7 +1,8 @@
 """Whether a step does to buffers, and to models that no optimizer holds, what it does to them in one process.
 
 Buffers are a queue of keys, a running centre, a codebook; such a model is a teacher, or an average of the weights.
-Statistics of BatchNorm are left out: they are local unless the script asks for more.
+Statistics of BatchNorm are left out: they are local unless the script asks for more. Those of a normalisation by the
+script's own code are not, where ranks go on with rank 0's.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ def judge(record: Record, whole: Run, report: Report) -> None:
 
 def _moved(record: Record, whole: Run, until: float = math.inf) -> Iterator[Finding]:
     """The first buffer that a step leaves otherwise; before the window `until`, which it has made wrong, also parts."""
+    first = record.ranks[0]
+    has_local_norms = any(start.get("local_norms") for start in first.of("start"))
+    left_out = () if not has_local_norms and any(wrap.get("broadcasts") for wrap in first.of("wrap")) else STATISTICS
     for event in [one for one in whole.rank.of("moved") if one["window"] <= until]:
         after, before = _buffers(record, event["window"]), _buffers(record, event["window"] - 1)
         if not after or not _are_equal(before) or event["kept"] is None:
@@ -47,7 +51,7 @@ def _moved(record: Record, whole: Run, until: float = math.inf) -> Iterator[Find
         theirs = whole.record.value(0, event["kept"])["buffers"]
         are_apart = not _are_equal(after)
         for name, buffer in after[0].items():
-            if not name.endswith(STATISTICS) and name in theirs and _is_apart(buffer, theirs[name]):
+            if not name.endswith(left_out) and name in theirs and _is_apart(buffer, theirs[name]):
                 ends = [one[name] for one in after if name in one]
                 is_known = until < math.inf
                 if is_known or not (are_apart and _are_parts(before[0][name], ends, theirs[name])):

@@ -64,6 +64,7 @@ class Recorder(ScriptObserver):
         self._lengths: dict[str, int | None] = {}  # of loaders
         self._whole: Counter[str] = Counter()  # loader -> passes whose samples are all told
         self._sampled = False
+        self._local_norms = 0  # modules that normalise by a rank's own samples
         self._ends = 0
         self._evaluated = 0
         self._last_micro = 1
@@ -274,7 +275,8 @@ class Recorder(ScriptObserver):
         if self.window == 0:
             groups = [group for optimizer in self.optimizers.all for group in optimizer.param_groups]
             numbers = sum(one.numel() for group in groups for one in group["params"])
-            norms = local_norms_in(one for root in roots() for one in root.modules())
+            self._local_norms = local_norms_in(one for root in roots() for one in root.modules())
+            norms = self._local_norms
             self.journal.write("start", numbers=numbers, local_norms=norms, **self.optimizers.digests())
         self._note_window()
         if not evaluating:
@@ -308,7 +310,8 @@ class Recorder(ScriptObserver):
 
     def _moving(self) -> dict[str, Any]:
         """The buffers of this rank that are no statistics of BatchNorm: a step may move them otherwise on each rank."""
-        return {name: one for name, one in self.optimizers.buffers().items() if not name.endswith(STATISTICS)}
+        left_out = STATISTICS if self._local_norms else ()
+        return {name: one for name, one in self.optimizers.buffers().items() if not name.endswith(left_out)}
 
     # --- training ----------------------------------------------------------------------------
 
@@ -334,6 +337,7 @@ class Recorder(ScriptObserver):
             model=type(getattr(model, "module", model)).__name__,
             norms=sum("BatchNorm" in type(part).__name__ for part in model.modules()),
             local_norms=local_norms_in(model.modules()),
+            broadcasts=bool(getattr(model, "broadcast_buffers", False)),
         )
 
     def on_comm_hook(self, name: str, where: str) -> bool:

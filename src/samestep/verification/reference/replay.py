@@ -242,7 +242,8 @@ class Replay(ScriptObserver):
 
         indices = [event["indices"] or [] for _, event in events]
         are_samples = any(event["size"] in {0, len(own)} for (_, event), own in zip(events, indices, strict=True))
-        if len(events) == 1 or are_samples or not all(indices):
+        is_one_each = getattr(loader, "batch_sampler", None) is None  # what is loaded is no batch of samples
+        if len(events) == 1 or are_samples or is_one_each or not all(indices):
             return None
         self.is_loading = True
         try:
