@@ -528,7 +528,7 @@ def _compare(
     if whole.apart is None:
         compression.judge(record, whole, report)
     if states.local_steps(record) is None:  # else the buffers are each rank's own
-        moved.judge(record, whole, report)
+        moved.judge(record, whole, own_pace, report)
     if states.evaluates_apart(record):
         report.cover("evaluation", unchecked("between two averages each rank evaluates parameters of its own"))
     else:

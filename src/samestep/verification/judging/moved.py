@@ -8,7 +8,7 @@ script's own code are not, where ranks go on with rank 0's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
+from samestep.verification.judging import rates
 from samestep.verification.judging.explanations import CARRIED
 from samestep.verification.judging.record import Record, Run
 from samestep.verification.recording.evaluations import STATISTICS
@@ -24,16 +25,20 @@ from samestep.verification.report import Report
 
 _APART = 1e-3  # of a buffer's norm
 _OF_A_STEP = 1e-2  # of what a step adds to averaged parameters
+_OTHER_SHARE = 0.05  # of what a step adds in one process
 _ROUNDINGS = 10.0  # of a parameter: what a step adds to it may be smaller
 _BY_OWN_CODE = "the script's own code steps {}, beside an optimizer, by a multiple of what it does in one process"
 _FEWEST = 8  # numbers, or what is added may be a multiple by chance
 
 
-def judge(record: Record, whole: Run, report: Report) -> None:
-    """Adds what the buffers tell, where the gradients are known to be those of one process."""
+def judge(record: Record, whole: Run, own_pace: Callable[[], Record], report: Report) -> None:
+    """Adds what the buffers tell, where the gradients are known to be those of one process.
+
+    `own_pace` records one process that goes its own way.
+    """
     if report.coverage.get("gradients") in {AGREES, DECLARED} and whole.record.ranks:
         report.add(_moved(record, whole) if whole.apart is None else ())
-        report.add(_followed(record, whole, report))
+        report.add(_followed(record, whole, own_pace, report))
     carried = [one.step for one in report.errors if CARRIED in one.cause and one.step is not None]
     if carried and whole.apart is None:
         report.add(_moved(record, whole, until=record.ranks[0].steps[carried[0]]["window"]))
@@ -59,11 +64,12 @@ def _moved(record: Record, whole: Run, until: float = math.inf) -> Iterator[Find
                     return
 
 
-def _followed(record: Record, whole: Run, report: Report) -> Iterator[Finding]:
+def _followed(record: Record, whole: Run, own_pace: Callable[[], Record], report: Report) -> Iterator[Finding]:
     """Of each such model, what one step has made of it from the ranks' values: it follows all that they have made.
 
-    One process may be at another place of a schedule, and take other shares: what a step adds is then a multiple. Of
-    parameters that the script's own code steps beside an optimizer it may be a rate that is scaled with the ranks.
+    One process may be at another place of a schedule, and take other shares: what a step adds is then a multiple; not
+    where its steps, at its own pace, have as many samples as those of all ranks. Of parameters that the script's own
+    code steps beside an optimizer it may be a rate that is scaled with the ranks.
     """
     for event in whole.rank.of("moved"):
         after = record.state(event["window"])
@@ -82,7 +88,15 @@ def _followed(record: Record, whole: Run, report: Report) -> Iterator[Finding]:
         stepped = [one for one in added if one[0].startswith(TRAINED)]
         if stepped and float((all_ours - all_right).norm()) > _OF_A_STEP * float(all_right.norm()):
             report.cover("updates", unchecked(_BY_OWN_CODE.format(stepped[0][0].rpartition(": ")[2])))
-        if all_ours.numel() >= _FEWEST and numerics.fit(all_ours, [all_right]).left > _OF_A_STEP:
+        if all_ours.numel() < _FEWEST:
+            continue
+        fitted = numerics.fit(all_ours, [all_right])
+        if fitted.left <= _OF_A_STEP:
+            share = fitted.factors[0]
+            if not stepped and abs(share - 1) > _OTHER_SHARE and share and rates.are_as_many(record, own_pace()):
+                yield _slower(record, event["window"] - 1, added[0][0], share)
+                return
+        else:
             name, mine, other = max(added, key=lambda one: float((one[1] - one[2]).norm()))
             if float((mine - other).norm()) > _OF_A_STEP * float(other.norm()):
                 yield _behind(record, event["window"] - 1, name)
@@ -143,6 +157,22 @@ def _behind(record: Record, window: int, name: str) -> Finding:
         cause=f"step {event} leaves other values in {name}, which no optimizer holds, than in one process: it follows "
         "parameters that are not yet, or on this rank never, what all ranks together have made of them",
         fix="update a copy, or an average, of the weights when every rank has all new parameters",
+    )
+
+
+def _slower(record: Record, window: int, name: str, share: float) -> Finding:
+    step = next(iter(record.ranks[0].in_window(window, "step")), None)
+    event = window if step is None else step["event"]
+    return Finding(
+        code="parameters-diverged",
+        step=event,
+        tensor=name,
+        factor=round(share, 4),
+        where=None if step is None else step["where"],
+        cause=f"step {event} moves {name}, which no optimizer holds, {share:.3g} times as far as in one process, whose "
+        "steps have as many samples as those of all ranks: an average of the weights that counts the samples of one "
+        "rank, say",
+        fix="let its decay, or its half-life, count the samples of all ranks",
     )
 
 

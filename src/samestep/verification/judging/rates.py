@@ -238,14 +238,19 @@ def judge_scaled(record: Record, own_pace: Callable[[], Record], report: Report)
     notes = [one for one in report.findings if one.severity == "note" and one.cause.endswith(_SCALED)]
     if not notes or report.coverage.get("gradients") != AGREES:
         return
-    ours, theirs = _sizes(record.data.ranks), _sizes(own_pace().ranks[:1])
-    both = [(ours[window], theirs[window]) for window in ours if window in theirs]
-    if not both or any(mine != alone for mine, alone in both):
+    if not are_as_many(record, own_pace()):
         return
     for note in notes:
         report.findings.remove(note)
         cause = f"{note.cause}, but one process has as many samples in a step as all ranks together"
         report.add([replace(note, severity="error", cause=cause, fix=_FIX_SCALED)])
+
+
+def are_as_many(record: Record, alone: Record) -> bool:
+    """Returns whether one process that goes its own way has as many samples in a step as all ranks together."""
+    ours, theirs = _sizes(record.data.ranks), _sizes(alone.ranks[:1])
+    both = [(ours[window], theirs[window]) for window in ours if window in theirs]
+    return bool(both) and all(mine == other for mine, other in both)
 
 
 def _sizes(ranks: Sequence[Rank]) -> dict[int, int]:

@@ -317,6 +317,7 @@ def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> It
     padded = by_index and any(len(one.parts or ()) > 1 for one in group) and fills_up(group)
     drawn = by_index and not padded and all(len(set(one.indices or ())) < len(one.indices or ()) for one in group)
     if (not by_index and not all(identities)) or drawn or any(one.about["replacement"] for one in group):
+        yield from _drawn_in_parts(group, record) if by_index else ()
         yield from _alike(group)
         return
     counts = Counter(identity for theirs in identities for identity in theirs)
@@ -352,6 +353,27 @@ def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> It
             is_plain = own_pace is None or _drops_incomplete_batch(group, missing)
             as_alone = own_pace is not None and not is_plain and _misses_alone(group, own_pace(), missing)
             yield _missing(group, missing, size, where, as_alone=as_alone)
+
+
+def _drawn_in_parts(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
+    """Whether ranks that draw with replacement never meet: each draws from a part of the data, as one process does not.
+
+    How often two draws of a rank are of one sample tells how often those of two ranks were, if all drew from all data.
+    """
+    drawn = [one.indices or [] for one in group]
+    pairs = sum(count * (count - 1) / 2 for own in drawn for count in Counter(own).values())
+    of_all = sum(len(own) * (len(own) - 1) / 2 for own in drawn)
+    expected = sum(len(one) * len(other) for one, other in combinations(drawn, 2)) * pairs / max(of_all, 1) / len(group)
+    if expected >= _DRAWN and not any(set(one) & set(other) for one, other in combinations(drawn, 2)):
+        drawn_at = next((event["where"] for event in record.ranks[0].of("order")), None)
+        yield Finding(
+            code="batches-differ",
+            where=drawn_at or group[0].divided_at,
+            cause=f"each rank draws its samples, with replacement, from a part of the data of its own "
+            f"({group[0].sampler}), where one process draws from all {group[0].size}: how often a sample is drawn "
+            "depends on the part that it is in",
+            fix="give every rank its part, [rank::world_size], of the indices that one sampler draws with one seed",
+        )
 
 
 def _yields_twice(one: Pass) -> bool:

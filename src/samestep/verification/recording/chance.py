@@ -8,7 +8,8 @@ from typing import Any
 from samestep.runtime.digest import digest
 from samestep.verification.journal import TraceWriter
 
-ORDERING = {"torch.randperm", "numpy.random.permutation", "random.sample"}  # draws that make an order of samples
+# draws that make an order of samples
+ORDERING = {"torch.randperm", "torch.multinomial", "numpy.random.permutation", "numpy.random.choice", "random.sample"}
 _MOST = 1 << 22  # numbers of one draw that are kept
 MOST_BEFORE = 256  # draws of a window that are kept though nothing of it has been seen yet, where no loader is used
 
