@@ -329,7 +329,7 @@ def _locate_decisions(runner: Runner, record: Record, steps: int, report: Report
 
 def _locate_sources(runner: Runner, record: Record, steps: int, report: Report) -> None:
     """Looks for draws, hashes and writes by which ranks begin to differ."""
-    of_samples = [one for one in report.errors if one.code in _OF_SAMPLES]
+    of_samples = [one for one in report.errors if one.code in _OF_SAMPLES and samples.CHOSEN not in one.cause]
     of_parameters = [one for one in report.errors if one.cause.endswith(OUTSIDE)]
     of_initial = [
         one
@@ -529,6 +529,8 @@ def _compare(
         compression.judge(record, whole, report)
     if states.local_steps(record) is None:  # else the buffers are each rank's own
         moved.judge(record, whole, own_pace, report)
+    if not report.errors:
+        samples.judge_chosen(record, whole.record, report)
     if states.evaluates_apart(record):
         report.cover("evaluation", unchecked("between two averages each rank evaluates parameters of its own"))
     else:

@@ -18,7 +18,7 @@ from samestep.text import plural
 from samestep.verification.findings import AGREES, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import parted, resumed
-from samestep.verification.judging.record import PassKey, Rank, Record, both, line_of, pass_of
+from samestep.verification.judging.record import PassKey, Rank, Record, both, line_of, pass_of, place_of_draw
 from samestep.verification.report import Report
 
 UNDIVIDED = "the ranks draw from the whole dataset, each for itself ({})"
@@ -29,6 +29,8 @@ _BY_CHANCE = 0.02  # of the samples of a dataset may be alike without being one
 _LEFT_OUT = 0.25  # of what one process reads, at least; less may be tails, one for each rank
 _READ = 0.9  # of what one process reads, at least, or as far as it goes there is not seen
 _FEWEST = 16  # samples that are in one order on two sides, not by chance
+CHOSEN = "that every rank chooses"
+_AS_CHOSEN = 0.8  # of the samples that one process chooses
 _DRAWN = 20  # equal pairs to be expected of drawing with replacement: none at all is then not chance
 _MET = 10  # indices in common, to be expected by chance; then there is one but for 1 case in 20,000
 
@@ -224,6 +226,40 @@ def judge_sampler(record: Record, alone: Record, report: Report) -> None:
             )
             report.add([found])
             return
+
+
+def judge_chosen(record: Record, alone: Record, report: Report) -> None:
+    """Adds whether the ranks train on other samples of a dataset than one process, where all choose the same.
+
+    Not where something is drawn before: it may choose. One process may have other weights by rounding, and choose a few
+    others by them.
+    """
+    ours = [{pass_of(one): _places(rank, one, record) for one in rank.of("chosen")} for rank in record.data.ranks]
+    theirs = {pass_of(one): _places(rank, one, alone) for rank in alone.ranks for one in rank.of("chosen")}
+    for group in together(record.data):
+        name, first = pass_of(group[0].about), group[0]
+        sets = [own.get(name, set()) for own in ours]
+        other = theirs.get(name)
+        if not first.is_training or not other or any(one != sets[0] for one in sets):
+            continue
+        window = first.batches[0]["window"] if first.batches else 0
+        is_drawn = any(place_of_draw(one)[0] in {window - 1, window} for one in record.ranks[0].of("draw"))
+        if not is_drawn and len(sets[0] & other) < _AS_CHOSEN * len(sets[0]):
+            count = len(sets[0] - other)
+            found = Finding(
+                code="datasets-differ",
+                step=window,
+                where=first.about.get("made") or first.line,
+                cause=f"{count} of the {len(sets[0])} samples {CHOSEN} are others than one process chooses with the "
+                "same weights: what chooses them, scores of all ranks say, is in another order",
+                fix="bring scores into the order of the samples: gather their indices with them, and sort by these",
+            )
+            report.add([found])
+            return
+
+
+def _places(rank: Rank, event: Event, record: Record) -> set[int]:
+    return set(record.value(rank.number, event["kept"]).tolist()) if event["kept"] is not None else set()
 
 
 def _is_whole(group: Sequence[Pass], record: Record) -> bool:

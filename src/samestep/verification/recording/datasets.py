@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, Subset, SubsetRandomSampler, WeightedRandomSampler
 
 from samestep.data.iterable import dataset_length
 from samestep.instrument.dataloader import generator_state, is_generator, made_at, restore_generator, samplers_of
@@ -30,6 +30,7 @@ from samestep.verification.recording.rows import leaves
 
 _OF_SHUFFLING = ("set_epoch", "epoch", "seed", "generator", "rng", "random_state")  # what only a shuffling sampler has
 _SAMPLES = 5
+_MOST_CHOSEN = 1 << 22
 _DEPTH = 3  # of objects in objects: a subset, its dataset, that one's transforms
 
 
@@ -54,6 +55,19 @@ def described(loader: Any) -> dict[str, Any]:
         "batch_size": loader.batch_size,
         "workers": loader.num_workers,
     }
+
+
+def chosen(dataset: Any) -> torch.Tensor | None:
+    """Returns which samples a Subset has of the dataset that it, or a subset in it, is made of; None of other datasets.
+
+    >>> from torch.utils.data import Subset
+    >>> chosen(Subset(Subset([5, 6, 7, 8], [1, 3]), [1]))
+    tensor([3])
+    """
+    if not isinstance(dataset, Subset) or len(dataset) > _MOST_CHOSEN:
+        return None
+    inner, own = chosen(dataset.dataset), torch.as_tensor(list(dataset.indices))
+    return own if inner is None else inner[own]
 
 
 def _shuffles(sampler: Any) -> bool:

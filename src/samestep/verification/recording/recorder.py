@@ -123,6 +123,7 @@ class Recorder(ScriptObserver):
         about = described(epoch.loader)
         self.journal.write("pass", key=epoch.key, number=epoch.number, where=epoch.where, **about)
         self._lengths[epoch.key] = about["length"]
+        self.note_chosen(epoch)
         self._note_dataset(epoch)
         yielded = 0
         noise = self._noise_of(epoch)

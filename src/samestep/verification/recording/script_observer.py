@@ -22,7 +22,7 @@ from samestep.instrument import (
     script_io,
     training,
 )
-from samestep.instrument.callbacks import Callbacks, LoadedBatch, subscribe
+from samestep.instrument.callbacks import Callbacks, LoadedBatch, LoaderPass, subscribe
 from samestep.instrument.collective_call import CollectiveCall
 from samestep.instrument.patch import install, on_import, patch
 from samestep.launch.rank.observers import Observer, RankContext
@@ -281,6 +281,13 @@ class ScriptObserver(Observer, Callbacks):
                 return original(*args, **kwargs)
             finally:
                 self.is_preparing = before
+
+    def note_chosen(self, epoch: LoaderPass) -> None:
+        """Keeps which samples of a dataset a pass is over, if these were chosen."""
+        from samestep.verification.recording.datasets import chosen
+
+        if (places := chosen(epoch.loader.dataset)) is not None:
+            self.journal.write("chosen", key=epoch.key, number=epoch.number, kept=self.journal.keep(places))
 
     def install_patches(self) -> None:
         """Watches everything from now on; a run in float64 computes so from the first tensor on."""

@@ -133,6 +133,7 @@ class Replay(ScriptObserver):
             yield from self._own_batches(epoch, own)
             return
         self.evaluations.end()
+        self.note_chosen(epoch)
         sampler = samplers_of(epoch.loader)[0]
         if getattr(sampler, "replacement", False):
             self.journal.write("draws_again", key=epoch.key, number=epoch.number, sampler=type(sampler).__name__)
