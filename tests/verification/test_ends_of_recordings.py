@@ -6,11 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from journals import Event, ended, passed, record, step, stepped
 
 from samestep.verification.findings import NOT_REACHED
+from samestep.verification.journal import value_path
 from samestep.verification.judging import evaluation, reached, samples, storage
-from samestep.verification.judging.record import Record, Run
+from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.judging.samples import _read_alone, passes
 from samestep.verification.recording.limit import Limit
 from samestep.verification.report import Report
@@ -230,3 +232,35 @@ def test_a_rank_that_takes_all_steps_by_itself_is_ended_while_others_wait(
     ranks = record(*([{**ended(), "enough": one}] for one in enough))
     run = Run(Ended(code=code, hung=False, failure=None, folder=ranks.folder), ranks)
     assert ended_alone(run) == rank
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+def test_a_sampler_that_draws_from_a_part_of_the_data_on_each_rank_is_found(*, is_found: bool) -> None:
+    """Of two ranks that draw from all data, some draws are of one sample."""
+    parts = [[2 * ((1 + 2 * rank) * i % 7) + (rank if is_found else i % 2) for i in range(64)] for rank in (0, 1)]
+    report = Report(ranks=2)
+    samples.judge(record(*(passed(part, samples=128, replacement=True) for part in parts)), report)
+    assert [one.code for one in report.errors] == ["batches-differ"] * is_found
+
+
+@pytest.mark.parametrize(
+    ("alone", "draws", "is_found"), [(range(8), False, True), (range(4, 12), False, False), (range(8), True, False)]
+)
+def test_samples_that_every_rank_chooses_must_be_those_of_one_process(
+    tmp_path: Path, alone: range, *, draws: bool, is_found: bool
+) -> None:
+    def chosen(folder: str, rank: int, places: range) -> Event:
+        path = value_path(tmp_path / folder, rank, 0)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(torch.tensor(places), path)
+        return {"kind": "chosen", "key": "train.py:10#1", "number": 0, "kept": 0}
+
+    drawn: list[Event] = [{"kind": "draw", "place": "0|train.py:5|1"}] * draws
+    ranks = [
+        Rank(rank, [*drawn, chosen("ranks", rank, range(4, 12)), *passed(list(range(rank, 8, 2)), samples=8)])
+        for rank in (0, 1)
+    ]
+    one = Record(tmp_path / "alone", [Rank(0, [chosen("alone", 0, alone)])])
+    report = Report(ranks=2)
+    samples.judge_chosen(Record(tmp_path / "ranks", ranks), one, report)
+    assert [one.code for one in report.errors] == ["datasets-differ"] * is_found

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from journals import Event, ended, passed, record, step, trained
+from journals import Event, ended, passed, record, step, trained, wrap
 
 from samestep.verification.findings import Finding
 from samestep.verification.journal import value_path
@@ -336,8 +336,34 @@ def test_buffers_that_each_rank_keeps_a_part_of_are_no_difference(
         report = Report(ranks=2)
         record.ranks[0].events.extend([step(1, "g", window=2), step(2, "g", window=2)])
         report.add([Finding(code="gradient-differs", step=1, cause=f"{CARRIED}, and each rank carries its own")])
-    moved.judge(record, whole, report)
+    moved.judge(record, whole, lambda: record, report)
     assert bool([one for one in report.errors if one.code == "buffers-diverged"]) == found[carries]
+
+
+@pytest.mark.parametrize("broadcasts", [True, False])
+@pytest.mark.parametrize("local_norms", [0, 1])
+def test_running_statistics_of_a_normalisation_of_its_own_are_compared_where_rank_0_s_are_handed_out(
+    tmp_path: Path, local_norms: int, *, broadcasts: bool
+) -> None:
+    def kept(rank: int, number: int, value: Any) -> None:
+        path = value_path(tmp_path, rank, number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(value, path)
+
+    for rank, ends in enumerate(([1.0, 2.0], [2.0, 3.0])):
+        for number, value in enumerate(([0.0, 0.0], ends)):
+            buffers = {"norm.running_var": torch.tensor(value)}
+            kept(rank, number, buffers if rank else {"buffers": buffers, "untrained": {}})
+    kept(0, 2, {"buffers": {"norm.running_var": torch.tensor([3.0, 6.0])}, "before": {}, "teachers": {}})
+    windows = [{"kind": "window", "number": number, "kept": number} for number in (0, 1)]
+    others = [{**window, "kept": None, "buffers": window["number"]} for window in windows]
+    begins: list[Event] = [{"kind": "start", "local_norms": local_norms}, wrap("w", broadcasts=broadcasts)]
+    record = Record(tmp_path, [Rank(0, [*begins, *windows, step(0, "g")]), Rank(1, [*begins, *others, step(0, "g")])])
+    ended = Ended(code=0, hung=False, failure=None, folder=tmp_path)
+    whole = Run(ended, Record(tmp_path, [Rank(0, [{"kind": "moved", "window": 1, "kept": 2}])]))
+    report = Report(ranks=2, coverage={"gradients": "agrees"})
+    moved.judge(record, whole, lambda: record, report)
+    assert bool(report.errors) == (broadcasts and not local_norms)
 
 
 @pytest.mark.parametrize(
@@ -375,7 +401,7 @@ def test_a_buffer_that_a_step_leaves_otherwise_than_in_one_process_is_found(
     ended = Ended(code=0, hung=False, failure=None, folder=alone)
     whole = Run(ended, Record(alone, [Rank(0, [{"kind": "moved", "window": 1, "kept": 1}])]))
     report = Report(ranks=2, coverage={"gradients": gradients})
-    moved.judge(record, whole, report)
+    moved.judge(record, whole, lambda: record, report)
     assert [(one.code, one.step, one.tensor, one.where) for one in report.errors] == (
         [("buffers-diverged", 0, name, "train.py:25")] if is_found else []
     )

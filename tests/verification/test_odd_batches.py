@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,32 @@ def test_the_script_alone_ends_where_no_more_batches_were_kept(tmp_path: Path) -
     with pytest.raises(StopRecording):
         alone._joined([(0, {"kept": None, "room": False, "size": 2, "indices": [0, 1]})], None)
     assert json.loads((tmp_path / "rank0.jsonl").read_text())["why"] == "there was no more room to keep them"
+
+
+HALVES = """
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    data = [(torch.randn(8), torch.randn(8)) for _ in range(32)]
+    sampler = DistributedSampler(data, shuffle=False)
+    collate = lambda pairs: torch.stack([good for good, _ in pairs] + [bad for _, bad in pairs])
+    loader = DataLoader(data, batch_size=8 // dist.get_world_size(), sampler=sampler, collate_fn=collate)
+    model = DistributedDataParallel(torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in loader:
+        good, bad = model(x).chunk(2)
+        loss = -torch.nn.functional.logsigmoid(good - bad).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    dist.destroy_process_group()
+"""
+
+
+def test_batches_of_chosen_and_rejected_halves_are_made_of_the_samples_of_all_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(HALVES), encoding="utf-8")
+    report = samestep.verify(path, ranks=2)
+    assert (report.verdict, report.findings) == ("same", []), report

@@ -87,15 +87,16 @@ def test_a_teacher_is_put_back_where_steps_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("added", "is_found"),
+    ("added", "samples", "is_found"),
     [
-        ([1.0] * 8, False),
-        ([0.5] * 8, False),  # of a schedule that is at another place in one process
-        ([1.0] * 4 + [0.5] * 4, True),  # half of the parameters are those of the step before
+        ([1.0] * 8, 4, False),
+        ([0.5] * 8, 2, False),  # of a schedule that is at another place in one process
+        ([0.5] * 8, 4, True),  # one process, too, has as many samples in a step
+        ([1.0] * 4 + [0.5] * 4, 2, True),  # half of the parameters are those of the step before
     ],
 )
 def test_an_average_that_takes_other_weights_than_in_one_process_is_found(
-    tmp_path: Path, added: list[float], *, is_found: bool
+    tmp_path: Path, added: list[float], samples: int, *, is_found: bool
 ) -> None:
     def kept(folder: str, number: int, value: Any) -> Path:
         path = value_path(tmp_path / folder, 0, number)
@@ -107,12 +108,15 @@ def test_an_average_that_takes_other_weights_than_in_one_process_is_found(
     ours = begun + torch.tensor(added) * (whole - begun)
     mine = kept("ranks", 2, {"buffers": {}, "untrained": {"model 1: w": ours}})
     alone = kept("alone", 0, {"buffers": {}, "before": {"model 1: w": begun}, "teachers": {"model 1: w": whole}})
-    events = [step(0, "g"), step(1, "g"), {"kind": "window", "number": 2, "kept": 2}]
+    given: Event = {"kind": "input", "window": 1, "rows": ["a", "b"]}
+    paced: Event = {**given, "rows": list("abcd"[:samples])}
+    events = [step(0, "g"), given, step(1, "g"), {"kind": "window", "number": 2, "kept": 2}]
     record = Record(mine, [Rank(0, events), Rank(1, [{**one, "kept": None} for one in events])])
     moved_: Event = {"kind": "moved", "window": 2, "kept": 0}
     ended = Ended(code=0, hung=False, failure=None, folder=alone)
     report = Report(ranks=2, coverage={"gradients": "agrees"})
-    moved.judge(record, Run(ended, Record(alone, [Rank(0, [moved_])])), report)
+    own_pace = Record(alone, [Rank(0, [paced, step(1, "g")])])
+    moved.judge(record, Run(ended, Record(alone, [Rank(0, [moved_])])), lambda: own_pace, report)
     assert [(one.code, one.step, one.where) for one in report.errors] == (
         [("parameters-diverged", 1, "train.py:30")] if is_found else []
     )
@@ -144,7 +148,7 @@ def test_a_buffer_that_ranks_had_otherwise_before_the_step_is_their_own(
     ended = Ended(code=0, hung=False, failure=None, folder=tmp_path / "alone")
     alone = Record(tmp_path / "alone", [Rank(0, [{"kind": "moved", "window": 1, "kept": number}])])
     report = Report(ranks=2, coverage={"gradients": "agrees"})
-    moved.judge(Record(tmp_path / "ranks", ranks), Run(ended, alone), report)
+    moved.judge(Record(tmp_path / "ranks", ranks), Run(ended, alone), lambda: alone, report)
     assert [one.code for one in report.errors] == ["buffers-diverged"] * is_found
 
 
