@@ -290,13 +290,14 @@ def test_nothing_of_a_script_is_kept_alive() -> None:
     assert not [one for one in gc.get_objects() if id(one) == known and isinstance(one, nn.Module)]
 
 
-def test_what_torch_distributions_draws_for_the_script_is_reported() -> None:
+def test_what_torch_draws_for_the_script_is_reported() -> None:
     one = Recording()
     subscribe(one, *_GROUPS)
     torch.distributions.Normal(0.0, 1.0).sample((2,))
     torch.distributions.Categorical(logits=torch.zeros(2)).sample()
     nn.init.trunc_normal_(torch.empty(2))
-    assert one.calls == ["torch.normal", "torch.multinomial"]
+    next(iter(torch.utils.data.RandomSampler(range(3))))
+    assert one.calls == ["torch.normal", "torch.multinomial", "torch.Tensor.uniform_"]
 
 
 def test_what_a_library_draws_for_the_script_is_reported_with_its_name() -> None:

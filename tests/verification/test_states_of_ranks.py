@@ -275,6 +275,16 @@ def test_ranks_that_load_different_weights_before_they_evaluate_are_found(
     )
 
 
+@pytest.mark.parametrize(("theirs", "is_found"), [("trained", True), ("average", False)])
+def test_the_weights_that_ranks_evaluate_explain_an_inexact_evaluation(theirs: str, *, is_found: bool) -> None:
+    about: Event = {"kind": "evaluates", "phase": "1.1", "loaded": None, "where": "train.py:61"}
+    ranks = [alike({**about, "parameters": {"w": weights}}) for weights in ("average", theirs)]
+    found = list(evaluation._weights_apart(record(*ranks)))
+    assert [(one.code, one.property, one.where) for one in found] == (
+        [("parameters-diverged", "evaluation", "train.py:61")] if is_found else []
+    )
+
+
 def test_weights_that_a_rank_makes_for_an_evaluation_are_its_own() -> None:
     """An evolution strategy perturbs them."""
     about = {"kind": "evaluates", "phase": "1.1", "loaded": "train.py:60"}

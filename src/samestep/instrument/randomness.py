@@ -34,10 +34,10 @@ _DRAWN_BY_TENSORS = (
     *("bernoulli_", "normal_", "uniform_", "exponential_", "random_", "geometric_", "log_normal_", "cauchy_"),
 )
 _CALLED_THROUGH = (
-    *("torch.distributions", "torch.nn.modules", "torch.nn.parallel", "torch.nn.functional"),
+    *("torch.distributions", "torch.nn.init", "torch.nn.modules", "torch.nn.parallel", "torch.nn.functional"),
     *("torch.utils._contextlib", "torch.utils.checkpoint"),
 )
-_NOT_THROUGH = ("torch", "numpy", "random", "samestep")  # what orders samples, or begins parameters, and not a step's
+_NOT_THROUGH = ("torch", "numpy", "random", "samestep")  # what orders samples, say
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 

@@ -115,6 +115,8 @@ def judge(
         found = [replace(sampled[0], cause=f"{sampled[0].cause}: {found[0].cause}")]
     elif not found and not confirmed:
         found = ([] if of_parts or (hidden and printed.alike) else sampled) or tails
+    if found and report.coverage.get("parameters") != REFUTED:
+        found = list(_weights_apart(record)) or found
     report.add(found[:1] or [replace(one, severity="note", fix=None) for one in tails])
     _judge_buffers(record, evaluations, report, confirmed=confirmed and not found)
     if confirmed:
@@ -454,6 +456,25 @@ def _loaded_apart(record: Record) -> Iterator[Finding]:
                 cause=f"rank {number} evaluates with other values than rank 0 in {listed(bad[1])}: the ranks have "
                 "loaded different ones",
                 fix="choose what is loaded by what all ranks know: reduce the metric before it is compared",
+            )
+            return
+
+
+def _weights_apart(record: Record) -> Iterator[Finding]:
+    """Whether ranks that trained equal parameters evaluate others: an average of them, say, that one rank alone has."""
+    used = [{event["phase"]: event for event in rank.of("evaluates")} for rank in record.ranks]
+    for place, _, first, other in beside_first(used):
+        if (bad := differing_ranks([first, other], "parameters")) is not None and first.get("where"):
+            number = record.ranks[place].number
+            yield Finding(
+                code="parameters-diverged",
+                property="evaluation",
+                rank=number,
+                tensor=bad[1][0],
+                where=first["where"],
+                cause=f"rank {number} evaluates with other values than rank 0 in {listed(bad[1])}, though both have "
+                "trained the same: one of them has put others in their place, such as an average of the weights",
+                fix="keep the average on every rank, and put it in on all of them",
             )
             return
 

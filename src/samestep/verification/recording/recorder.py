@@ -233,7 +233,8 @@ class Recorder(ScriptObserver):
                 self._note_window()
         if not torch.is_grad_enabled() and (phase := self.evaluations.phase) not in (None, self._evaluates):
             self._evaluates = phase
-            about = {"parameters": self.optimizers.digests()["parameters"], "loaded": self._loaded_at}
+            where = call_site(_frame())
+            about = {"parameters": self.optimizers.digests()["parameters"], "loaded": self._loaded_at, "where": where}
             self.journal.write("evaluates", phase=phase, **about)
 
     def uses_untrained(self, model: Any) -> None:
