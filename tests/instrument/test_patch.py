@@ -295,7 +295,7 @@ def test_what_torch_draws_for_the_script_is_reported() -> None:
     subscribe(one, *_GROUPS)
     torch.distributions.Normal(0.0, 1.0).sample((2,))
     torch.distributions.Categorical(logits=torch.zeros(2)).sample()
-    nn.init.trunc_normal_(torch.empty(2))
+    nn.init.uniform_(torch.empty(2))
     next(iter(torch.utils.data.RandomSampler(range(3))))
     assert one.calls == ["torch.normal", "torch.multinomial", "torch.Tensor.uniform_"]
 
