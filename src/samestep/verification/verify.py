@@ -27,6 +27,7 @@ from samestep.verification.judging import (
     communication,
     compression,
     control,
+    cut,
     evaluation,
     later,
     moved,
@@ -244,6 +245,8 @@ def _verified(runner: Runner, steps: int) -> Report:
     if whole is not None and record.steps and not record.is_cut and foreign is not None and not whole.has_failed:
         with leaving_open(report):
             parts.judge(record, whole, report)
+            if not recorded.has_failed:
+                _judge_cut(record, own_pace(), report)
     if record.ranks and whole is not None and foreign is None:
         with leaving_open(report):
             chance.judge(record, whole, report)
@@ -253,6 +256,9 @@ def _verified(runner: Runner, steps: int) -> Report:
     if whole is None:
         with leaving_open(report):
             _judge_pipeline(runner, record, report)
+            if states.scheduled(record):
+                cut.Parts(record, own_pace()).find_apart(report)
+                _judge_cut(record, own_pace(), report)
         report.conclude()
         report.remarks += _remarks(recorded.ended, report)
         return report
@@ -391,6 +397,12 @@ def _judge_pipeline(runner: Runner, record: Record, report: Report) -> None:
     else:
         control.judge(record, report)
         claims.judge_schedules(record, report)
+
+
+def _judge_cut(record: Record, alone: Record, report: Report) -> None:
+    """Compares a model that the script cuts into parts with one process at its own pace, and then its evaluations."""
+    if not report.errors and cut.Parts(record, alone).cover(report):
+        evaluation.judge(record, alone, report)
 
 
 def _conclude_on_data(record: Record, whole: Record, own_pace: Callable[[], Record], report: Report) -> None:

@@ -1,0 +1,125 @@
+"""Models that the script cuts into parts, a part on each rank: whether their gradients are those of one process.
+
+A parameter is found in one process by its first values. The norms of the gradients are compared, step by step: one
+process at its own pace has the same ones in all steps if it begins with the same values and takes the same samples.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from samestep.text import plural
+from samestep.verification.findings import AGREES, Finding
+from samestep.verification.journal import Event
+from samestep.verification.judging.record import Rank, Record
+from samestep.verification.report import Report
+
+_SAME = 1e-3  # of a norm
+_APART = 1e-2
+_MOST = 0.5  # of the parameters that are found again: the samples are those of one process
+_FEWEST = 4  # of them
+_FIRST = 3  # steps: rounding makes more of later ones
+_STEPS = 8  # to be compared, at least, where all are the same
+_OUTCOMES = ("initial_state", "gradients", "updates", "parameters", "data", "control")
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The norms of a parameter's gradient in a step: of a rank, and of one process."""
+
+    rank: Rank
+    name: str
+    mine: float
+    other: float
+
+    def is_within(self, share: float) -> bool:
+        return abs(self.mine - self.other) <= share * self.other
+
+
+@dataclass
+class Parts:
+    """The parts of a model that ranks hold, and the whole of one process, `alone`, at its own pace."""
+
+    record: Record
+    alone: Record
+
+    def find_apart(self, report: Report) -> None:
+        """Adds the first parameter whose gradient is not that of one process, though most others are."""
+        for place in range(min(_FIRST, self._steps)):
+            pairs = list(self._pairs(place))
+            same = sum(pair.is_within(_SAME) for pair in pairs)
+            if len(pairs) < _FEWEST or same < _MOST * len(pairs):
+                return
+            if apart := [pair for pair in pairs if not pair.is_within(_APART)]:
+                report.add([_finding(apart[0], self.record.ranks[0].steps[place], same)])
+                return
+
+    def cover(self, report: Report) -> bool:
+        """Says, and returns, whether all is as in one process: each part begins and goes on like it in all steps."""
+        if self._steps < _STEPS or not self._are_whole or not self._takes_as_many:
+            return False
+        for place in range(self._steps):
+            share = _SAME if place < _FIRST else _APART
+            rates = [{*rank.steps[place]["rates"]} for rank in [*self.record.ranks, self.alone.ranks[0]]]
+            if any(one != rates[0] for one in rates) or not all(pair.is_within(share) for pair in self._pairs(place)):
+                return False
+        margin = f"{plural(self._steps, 'step')} of one process at its own pace, by the norms of all gradients"
+        for name in _OUTCOMES:
+            report.cover(name, AGREES, margin)
+        return True
+
+    @property
+    def _steps(self) -> int:
+        alone = self.alone.ranks[:1]
+        return (
+            min((len(rank.steps) for rank in [*self.record.ranks, *alone]), default=0) if self._names and alone else 0
+        )
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        """Digest of first values -> name in one process, if only one parameter begins with these."""
+        begun = _begun(self.alone.ranks[0]) if self.alone.ranks else {}
+        often = Counter(begun.values())
+        return {digest: name for name, digest in begun.items() if often[digest] == 1}
+
+    @property
+    def _are_whole(self) -> bool:
+        """Whether the ranks' parts make the model of one process, as far as first values tell parameters apart."""
+        held = {digest for rank in self.record.ranks for digest in _begun(rank).values()}
+        return bool(self._names) and {*_begun(self.alone.ranks[0]).values()} == held
+
+    @property
+    def _takes_as_many(self) -> bool:
+        """Whether one process ends after as many steps, if the ranks have ended."""
+        return self.record.is_cut_short or len(self.alone.ranks[0].steps) == self._steps
+
+    def _pairs(self, place: int) -> Iterator[_Pair]:
+        theirs = self.alone.ranks[0].steps[place]["norms"]
+        for rank in self.record.ranks:
+            begun = _begun(rank)
+            for name, mine in rank.steps[place]["norms"].items():
+                if other := theirs.get(self._names.get(begun.get(name, ""), "")):
+                    yield _Pair(rank, name, mine, other)
+
+
+def _begun(rank: Rank) -> dict[str, str]:
+    return next((event["parameters"] for event in rank.of("start")), {})
+
+
+def _finding(pair: _Pair, step: Event, rest: int) -> Finding:
+    number, times = pair.rank.number, pair.mine / pair.other
+    return Finding(
+        code="gradient-differs",
+        rank=number,
+        step=step["event"],
+        tensor=pair.name,
+        factor=round(times, 4),
+        where=pair.rank.backward_of(step),
+        cause=f"the gradient of {pair.name}, in the part of the model that rank {number} holds, has {times:.3g} times "
+        f"the norm that it has in one process, and those of {rest} other parameters have the same: a parameter that "
+        "two parts share has a gradient in each, say, and these are not added up",
+        fix="add up the gradients of what two parts share, over the ranks that hold it, before the step",
+    )
