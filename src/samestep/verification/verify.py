@@ -257,7 +257,6 @@ def _verified(runner: Runner, steps: int) -> Report:
         with leaving_open(report):
             _judge_pipeline(runner, record, report)
             if states.scheduled(record):
-                cut.Parts(record, own_pace()).find_apart(report)
                 _judge_cut(record, own_pace(), report)
         report.conclude()
         report.remarks += _remarks(recorded.ended, report)
@@ -401,7 +400,9 @@ def _judge_pipeline(runner: Runner, record: Record, report: Report) -> None:
 
 def _judge_cut(record: Record, alone: Record, report: Report) -> None:
     """Compares a model that the script cuts into parts with one process at its own pace, and then its evaluations."""
-    if not report.errors and cut.Parts(record, alone).cover(report):
+    parts_of_one = cut.Parts(record, alone)
+    parts_of_one.find_apart(report)
+    if not report.errors and parts_of_one.cover(report):
         evaluation.judge(record, alone, report)
 
 

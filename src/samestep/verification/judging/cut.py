@@ -48,7 +48,9 @@ class Parts:
 
     def find_apart(self, report: Report) -> None:
         """Adds the first parameter whose gradient is not that of one process, though most others are."""
-        for place in range(min(_FIRST, self._steps)):
+        for place in range(min(_FIRST, self._steps) if self._are_whole else 0):
+            if not self._have_its_rates(place):
+                return
             pairs = list(self._pairs(place))
             same = sum(pair.is_within(_SAME) for pair in pairs)
             if len(pairs) < _FEWEST or same < _MOST * len(pairs):
@@ -63,8 +65,7 @@ class Parts:
             return False
         for place in range(self._steps):
             share = _SAME if place < _FIRST else _APART
-            rates = [{*rank.steps[place]["rates"]} for rank in [*self.record.ranks, self.alone.ranks[0]]]
-            if any(one != rates[0] for one in rates) or not all(pair.is_within(share) for pair in self._pairs(place)):
+            if not self._have_its_rates(place) or not all(pair.is_within(share) for pair in self._pairs(place)):
                 return False
         margin = f"{plural(self._steps, 'step')} of one process at its own pace, by the norms of all gradients"
         for name in _OUTCOMES:
@@ -95,6 +96,10 @@ class Parts:
     def _takes_as_many(self) -> bool:
         """Whether one process ends after as many steps, if the ranks have ended."""
         return self.record.is_cut_short or len(self.alone.ranks[0].steps) == self._steps
+
+    def _have_its_rates(self, place: int) -> bool:
+        rates = [{*rank.steps[place]["rates"]} for rank in [*self.record.ranks, self.alone.ranks[0]]]
+        return all(one == rates[0] for one in rates)
 
     def _pairs(self, place: int) -> Iterator[_Pair]:
         theirs = self.alone.ranks[0].steps[place]["norms"]
