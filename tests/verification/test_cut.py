@@ -1,0 +1,76 @@
+"""Models of which each rank holds a part that the script cuts, held against one process at its own pace."""
+
+from __future__ import annotations
+
+import pytest
+from journals import Event, record, step
+
+from samestep.verification.findings import AGREES
+from samestep.verification.judging.cut import Parts
+from samestep.verification.judging.record import Record
+from samestep.verification.report import Report
+
+NAMES = "abcdef"
+
+
+def run(
+    names: str, steps: int = 8, *, begun: str = "v", times: dict[str, float] | None = None, rate: float = 0.1
+) -> list[Event]:
+    """A process that holds these parameters; `times` makes the norms of some gradients larger."""
+    norms = [{name: (times or {}).get(name, 1.0) * (number + 1) for name in names} for number in range(steps)]
+    start: Event = {"kind": "start", "parameters": {name: f"{begun}{name}" for name in names}}
+    return [start, *(step(number, "g", norms=one, rates=[rate]) for number, one in enumerate(norms))]
+
+
+def parts(*ranks: list[Event], alone: list[Event]) -> tuple[Record, Record]:
+    return record(*ranks), record(alone)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "alone"),
+    [
+        ([run("abc"), run("def", times={"e": 1.1})], run(NAMES)),
+        ([run("abc"), run("def")], run("abcdefg")),  # a part is on no rank
+        ([run("abc"), run("def")], run(NAMES, begun="w")),
+        ([run("abc", 4), run("def", 4)], run(NAMES, 4)),  # few steps
+        ([run("abc"), run("def", rate=0.2)], run(NAMES)),
+        ([run("abc"), run("def")], run(NAMES, 16)),  # one process goes on
+    ],
+    ids=["another norm", "missing", "another start", "few steps", "another rate", "more steps"],
+)
+def test_parts_are_not_compared_where_one_process_has_others(ranks: list[list[Event]], alone: list[Event]) -> None:
+    report = Report(ranks=2)
+    assert not Parts(*parts(*ranks, alone=alone)).cover(report)
+    assert report.coverage == {}
+
+
+def test_parts_that_begin_and_go_on_as_in_one_process_are_the_same() -> None:
+    report = Report(ranks=2)
+    assert Parts(*parts(run("abc"), run("def"), alone=run(NAMES))).cover(report)
+    assert {*report.coverage.values()} == {AGREES}
+
+
+@pytest.mark.parametrize(
+    ("times", "rate", "found"),
+    [
+        ({"f": 0.6}, 0.1, [("gradient-differs", 1, "f", 0.6)]),
+        ({"f": 0.6}, 0.05, []),  # its rate may make up for that
+        ({"f": 0.6, "a": 2.0, "b": 2.0, "c": 2.0}, 0.1, []),  # other samples
+        ({}, 0.1, []),
+    ],
+)
+def test_a_gradient_of_a_shared_parameter_that_is_not_added_up_is_found(
+    times: dict[str, float], rate: float, found: list[tuple[str, int, str, float]]
+) -> None:
+    report = Report(ranks=2)
+    ranks = [run("abc", times=times), run("def", times=times, rate=rate)]
+    Parts(*parts(*ranks, alone=run(NAMES))).find_apart(report)
+    assert [(one.code, one.rank, one.tensor, one.factor) for one in report.errors] == found
+
+
+def test_parameters_that_begin_alike_are_not_told_apart() -> None:
+    """The weights of all norms begin with ones: the other parameters decide."""
+    alike: Event = {"kind": "start", "parameters": dict.fromkeys("xy", "ones")}
+    alone = [{"kind": "start", "parameters": {**run(NAMES)[0]["parameters"], **alike["parameters"]}}, *run(NAMES)[1:]]
+    first = [{"kind": "start", "parameters": {**run("abc")[0]["parameters"], "x": "ones"}}, *run("abc")[1:]]
+    assert Parts(*parts(first, run("def"), alone=alone)).cover(Report(ranks=2))
