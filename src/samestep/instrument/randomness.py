@@ -44,8 +44,8 @@ _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 def _draw(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
     value = original(*args, **kwargs)
-    if (asked := _asked()) is not None:
-        frame, library = asked
+    if (found := _requested_by()) is not None:
+        frame, library = found
         for one in listeners("on_random"):
             value = one.on_random(f"{library}: {name}" if library else name, call_site(frame), value)
     return value
@@ -55,8 +55,8 @@ def _draw_in_place(name: str, original: Any, self: Any, *args: Any, **kwargs: An
     import torch
 
     original(self, *args, **kwargs)
-    if type(self) is torch.Tensor and not self.is_meta and (asked := _asked()) is not None:
-        frame, library = asked
+    if type(self) is torch.Tensor and not self.is_meta and (found := _requested_by()) is not None:
+        frame, library = found
         value = self
         for one in listeners("on_random"):
             value = one.on_random(f"{library}: {name}" if library else name, call_site(frame), value)
@@ -66,7 +66,7 @@ def _draw_in_place(name: str, original: Any, self: Any, *args: Any, **kwargs: An
     return self
 
 
-def _asked() -> tuple[FrameType, str] | None:
+def _requested_by() -> tuple[FrameType, str] | None:
     """Returns the script's own frame that draws, and the library that draws for it: "" for none, or for torch itself.
 
     None where torch, or another package that this process runs in, draws for a purpose of its own.
