@@ -71,17 +71,21 @@ PAGES = {
     "parameters-diverged": Page(
         "parameters drift apart though gradients agree",
         "Something after the average differs: learning rate, weight decay, the optimizer's own state, clipping by a "
-        "local norm, or a change of the weights on some ranks only.",
+        "local norm, or a change of the weights on some ranks only. An average of the weights belongs here, too: one "
+        "that some ranks do not keep, or whose decay counts the samples of one rank.",
         "Do the same on all ranks, or broadcast the parameters from rank 0 afterwards.",
-        "digests of all parameters before and after every step, compared between ranks",
+        "digests of all parameters before and after every step and in evaluations, compared between ranks; what a step "
+        "makes of models that no optimizer holds, compared with one process",
     ),
     "buffers-diverged": Page(
         "buffers differ where they are used",
         "BatchNorm's running statistics are each rank's own after a training step; DistributedDataParallel overwrites "
         "them with rank 0's at the next forward through the wrapper. An evaluation of model.module, or a checkpoint of "
-        "another rank, uses others.",
+        "another rank, uses others. A normalisation of the script's own that normalises by the samples of all ranks "
+        "can still follow one rank's in its running statistics.",
         "Evaluate on all ranks through buffers that were broadcast from rank 0, or use synchronised BatchNorm.",
-        "digests of all buffers when an evaluation runs, compared between ranks",
+        "digests of all buffers when an evaluation runs, compared between ranks; what a step makes of them, compared "
+        "with one process",
     ),
     "gradient-scale": Page(
         "gradients are a constant multiple of one process's",
@@ -94,7 +98,8 @@ PAGES = {
     "gradient-differs": Page(
         "gradients are not those of one process",
         "Most often a mean of means: ranks, or micro-batches, hold different numbers of samples or tokens and count "
-        "alike. Each step is pulled towards the smaller parts.",
+        "alike. Each step is pulled towards the smaller parts. Or a weight that two stages of a pipeline share has a "
+        "gradient in each, and nothing adds them up.",
         "Divide every part's sum by the number of items of the whole step: loss = sum * world_size / all_items.",
         "gradients compared with the script run alone on the whole batch, and on each rank's part",
     ),
@@ -121,7 +126,8 @@ PAGES = {
         "Under tensor parallelism the ranks of a group compute one forward pass together, each with its part of the "
         "parameters. Where each has a batch of its own, what they add up belongs to no batch at all. Samples that a "
         "rank makes from its own part of the data (negatives, weights of edges, ids of words) also differ from those "
-        "that one process makes from all of it.",
+        "that one process makes from all of it, and so do samples that a sampler draws, with replacement, from a "
+        "rank's part.",
         "Shard the data by the rank in the data-parallel mesh, not by the global rank; seed what shuffles alike. Make "
         "samples from all data, and divide them after that.",
         "the contents of what the ranks' loaders yield, compared within each group; without a loader, what the models "
@@ -151,9 +157,10 @@ PAGES = {
     "datasets-differ": Page(
         "ranks hold different data",
         "Indices are split between ranks as if they meant the same sample on all: where directories are listed in "
-        "another order, or splits are drawn with another seed, samples are lost, repeated, or leak into evaluation.",
+        "another order, or splits are drawn with another seed, samples are lost, repeated, or leak into evaluation. Or "
+        "all ranks choose the same samples, by scores that were gathered in another order than that of the samples.",
         "sorted(os.listdir(…)); random_split(…, generator=torch.Generator().manual_seed(0)).",
-        "length and a few samples of every rank's dataset",
+        "length and a few samples of every rank's dataset; which samples a Subset has, compared with one process",
     ),
     "random-streams": Page(
         "random numbers are equal where they must differ, or the reverse",
