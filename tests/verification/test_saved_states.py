@@ -9,6 +9,7 @@ from journals import Event, ended, findings, passed, record, step, stepped
 
 from samestep.verification.findings import NOT_REACHED
 from samestep.verification.judging import storage
+from samestep.verification.judging.resumed import Resumed, _elsewhere
 from samestep.verification.judging.resumed import judge as judge_resumed
 from samestep.verification.report import Report
 
@@ -284,3 +285,16 @@ def test_parts_that_are_saved_together_as_plain_tensors_are_found(
     assert [(one.code, one.tensor, one.where) for one in found] == [
         ("checkpoint-inexact", "average.w", "train.py:9")
     ] * is_found
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_chosen", "is_found"), [("cd", True, False), ("ab", True, True), ("cd", False, True)]
+)
+def test_a_subset_of_the_samples_that_are_left_begins_at_0_again(rows: str, *, is_chosen: bool, is_found: bool) -> None:
+    def batch(number: int, rows: str) -> Event:
+        return {"key": "train.py:10#1", "number": number, "indices": [0, 1], "rows": [*rows]}
+
+    chosen: Event = {"kind": "chosen", "key": "train.py:10#1", "number": 1}
+    one = Resumed(used=[batch(0, "ab")], skipped=[], trained=batch(1, rows), where="train.py:20")
+    found = _elsewhere(record([chosen] * is_chosen).ranks[0], one)
+    assert (found is not None) == is_found

@@ -14,7 +14,7 @@ from typing import Any
 from samestep.text import plural
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
-from samestep.verification.judging.record import Rank, Record, line_of
+from samestep.verification.judging.record import Rank, Record, line_of, pass_of
 
 
 @dataclass
@@ -115,6 +115,9 @@ def _elsewhere(rank: Rank, one: Resumed) -> Finding | None:
     if used and not skipped:
         if one.trained is None or one.trained["indices"] != one.used[0]["indices"]:
             return None
+        is_chosen = any(pass_of(event) == pass_of(one.trained) for event in rank.of("chosen"))
+        if is_chosen and one.trained["rows"] != one.used[0]["rows"]:
+            return None  # a Subset of what is left counts from 0 again
         cause = f"{loaded} the epoch began again with the first of them"
     elif skipped - used:
         return Finding(
