@@ -49,19 +49,24 @@ FOREIGN = (
 )
 
 
-def mpiexec(library, count, *words, folder=None, timeout=120, forked=True, **extra):
-    """Runs words as a job of so many processes, or skips where the library is missing.
-
-    Those of Python are forked by the session's fork server, unless the library is of another environment.
-    """
+def launcher(library):
+    """Returns the words that start an mpiexec, or skips where the library is missing."""
     if find_spec("mpi4py") is None:
         pytest.skip("needs mpi4py: pip install 'samestep[mpi]'")
     if library in {"openmpi", "bound"} and DEBIANS is None:
         pytest.skip("no Open MPI here: apt-get install openmpi-bin")
     if library == "mpich" and not MPIEXEC.exists():
         pytest.skip("no mpiexec beside this Python: pip install mpich brings one")
-    start, python = (wheel(library), None) if library in WHEELS else (LAUNCHERS[library], sys.executable)
-    python = python or str(Path(start[0]).with_name("python"))
+    return wheel(library) if library in WHEELS else LAUNCHERS[library]
+
+
+def mpiexec(library, count, *words, folder=None, timeout=120, forked=True, **extra):
+    """Runs words as a job of so many processes, or skips where the library is missing.
+
+    Those of Python are forked by the session's fork server, unless the library is of another environment.
+    """
+    start = launcher(library)
+    python = str(Path(start[0]).with_name("python")) if library in WHEELS else sys.executable
     words = [python if word == sys.executable else str(word) for word in words]
     if forked and library in FORKED and words[0] == sys.executable:
         words = starter().command(words[1:])

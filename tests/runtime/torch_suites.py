@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mpi_jobs import AS_ROOT
+
 SUITE = Path(__file__).parents[2] / "scripts" / "torch_suite.py"
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def failures(*options, timeout):

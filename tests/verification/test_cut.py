@@ -19,7 +19,7 @@ def run(
     """A process that holds these parameters; `times` makes the norms of some gradients larger."""
     norms = [{name: (times or {}).get(name, 1.0) * (number + 1) for name in names} for number in range(steps)]
     start: Event = {"kind": "start", "parameters": {name: f"{begun}{name}" for name in names}}
-    return [start, *(step(number, "g", norms=one, rates=[rate]) for number, one in enumerate(norms))]
+    return [start, *(step(number, "g", norms=one, rates=[rate], parameters={}) for number, one in enumerate(norms))]
 
 
 def parts(*ranks: list[Event], alone: list[Event]) -> tuple[Record, Record]:
@@ -66,6 +66,30 @@ def test_a_gradient_of_a_shared_parameter_that_is_not_added_up_is_found(
     ranks = [run("abc", times=times), run("def", times=times, rate=rate)]
     Parts(*parts(*ranks, alone=run(NAMES))).find_apart(report)
     assert [(one.code, one.rank, one.tensor, one.factor) for one in report.errors] == found
+
+
+def test_what_no_optimizer_of_torch_steps_is_not_called_the_same() -> None:
+    """A table that the script's own code steps has no norm in the record of a step, as a sparse gradient has none."""
+    ranks = [run("abc"), run("def")]
+    for one in (*ranks, whole := run(NAMES)):
+        one[1]["parameters"] = {"table": "vtable"}
+    assert not Parts(*parts(*ranks, alone=whole)).cover(Report(ranks=2))
+
+
+def test_a_second_optimizer_s_parameters_are_compared() -> None:
+    def second(events: list[Event]) -> list[Event]:
+        start = {**events[0]["parameters"], **{f"optimizer 1: {name}": f"w{name}" for name in "abc"}}
+        norms = {"a": 1.0, "b": 1.0, "c": 1.0}
+        more = [{**one, "optimizer": 1, "norms": norms} for one in events[1:]]
+        return [
+            {"kind": "start", "parameters": start},
+            *(step for pair in zip(events[1:], more, strict=True) for step in pair),
+        ]
+
+    ranks, whole = [second(run("abc")), second(run("def"))], second(run(NAMES))
+    assert Parts(*parts(*ranks, alone=whole)).cover(Report(ranks=2))
+    ranks[1][2]["norms"] = {"a": 1.0, "b": 1.0, "c": 2.0}
+    assert not Parts(*parts(*ranks, alone=whole)).cover(Report(ranks=2))
 
 
 def test_parameters_that_begin_alike_are_not_told_apart() -> None:

@@ -6,6 +6,7 @@ process at its own pace has the same ones in all steps if it begins with the sam
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class _Pair:
 
     rank: Rank
     name: str
+    begun: str  # digest of its first values
     mine: float
     other: float
 
@@ -63,21 +65,22 @@ class Parts:
         """Says, and returns, whether all is as in one process: each part begins and goes on like it in all steps."""
         if self._steps < _STEPS or not self._are_whole or not self._takes_as_many:
             return False
+        left = set(self._names)
         for place in range(self._steps):
-            share = _SAME if place < _FIRST else _APART
-            if not self._have_its_rates(place) or not all(pair.is_within(share) for pair in self._pairs(place)):
+            share, pairs = _SAME if place < _FIRST else _APART, list(self._pairs(place))
+            if not self._have_its_rates(place) or not all(pair.is_within(share) for pair in pairs):
                 return False
-        margin = f"{plural(self._steps, 'step')} of one process at its own pace, by the norms of all gradients"
+            left -= {pair.begun for pair in pairs}
+        if left:  # a sparse gradient has no norm here, and what no optimizer of torch steps has none
+            return False
+        margin = f"{plural(self._steps, 'step')} of one process at its own pace, by the norms of the gradients"
         for name in _OUTCOMES:
             report.cover(name, AGREES, margin)
         return True
 
     @property
     def _steps(self) -> int:
-        alone = self.alone.ranks[:1]
-        return (
-            min((len(rank.steps) for rank in [*self.record.ranks, *alone]), default=0) if self._names and alone else 0
-        )
+        return min(len(rank.steps) for rank in [*self.record.ranks, self.alone.ranks[0]]) if self._names else 0
 
     @cached_property
     def _names(self) -> dict[str, str]:
@@ -102,26 +105,37 @@ class Parts:
         return all(one == rates[0] for one in rates)
 
     def _pairs(self, place: int) -> Iterator[_Pair]:
-        theirs = self.alone.ranks[0].steps[place]["norms"]
+        theirs = _norms(self.alone.ranks[0], place)
         for rank in self.record.ranks:
-            begun = _begun(rank)
-            for name, mine in rank.steps[place]["norms"].items():
-                if other := theirs.get(self._names.get(begun.get(name, ""), "")):
-                    yield _Pair(rank, name, mine, other)
+            values = _begun(rank)
+            for name, mine in _norms(rank, place).items():
+                begun = values.get(name, "")
+                if begun in self._names:
+                    yield _Pair(rank, name, begun, mine, theirs.get(self._names[begun], 0.0))
 
 
 def _begun(rank: Rank) -> dict[str, str]:
-    return next((event["parameters"] for event in rank.of("start")), {})
+    """Name -> digest of first values: of what optimizers of torch hold, and of what else is trained."""
+    held: dict[str, str] = next((event["parameters"] for event in rank.of("start")), {})
+    trained = rank.steps[0]["parameters"] if rank.steps else {}
+    return held | {name: begun for name, begun in trained.items() if begun not in held.values()}
+
+
+def _norms(rank: Rank, place: int) -> dict[str, float]:
+    """Name -> norm of a step's gradient; of a second optimizer's parameters by the names that :func:`_begun` has."""
+    step = rank.steps[place]
+    prefix = f"optimizer {step['optimizer']}: " if step["optimizer"] else ""
+    return {f"{prefix}{name}": norm for name, norm in step["norms"].items()}
 
 
 def _finding(pair: _Pair, step: Event, rest: int) -> Finding:
-    number, times = pair.rank.number, pair.mine / pair.other
+    number, times = pair.rank.number, pair.mine / pair.other if pair.other else math.inf
     return Finding(
         code="gradient-differs",
         rank=number,
         step=step["event"],
         tensor=pair.name,
-        factor=round(times, 4),
+        factor=round(times, 4) if pair.other else None,
         where=pair.rank.backward_of(step),
         cause=f"the gradient of {pair.name}, in the part of the model that rank {number} holds, has {times:.3g} times "
         f"the norm that it has in one process, and those of {rest} other parameters have the same: a parameter that "
