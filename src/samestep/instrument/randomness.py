@@ -37,50 +37,41 @@ _CALLED_THROUGH = (
     *("torch.distributions", "torch.nn.init", "torch.nn.modules", "torch.nn.parallel", "torch.nn.functional"),
     *("torch.utils._contextlib", "torch.utils.checkpoint"),
 )
-_NOT_THROUGH = ("torch", "numpy", "random", "samestep")  # what orders samples, say
+_FOR_THEMSELVES = ("torch", "numpy", "random", "samestep")  # draw to order samples, say
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 def _draw(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
-    value = original(*args, **kwargs)
-    if (found := _requested_by()) is not None:
-        frame, library = found
-        for one in listeners("on_random"):
-            value = one.on_random(f"{library}: {name}" if library else name, call_site(frame), value)
-    return value
+    return _reported(name, original(*args, **kwargs))
 
 
 def _draw_in_place(name: str, original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     import torch
 
     original(self, *args, **kwargs)
-    if type(self) is torch.Tensor and not self.is_meta and (found := _requested_by()) is not None:
-        frame, library = found
-        value = self
-        for one in listeners("on_random"):
-            value = one.on_random(f"{library}: {name}" if library else name, call_site(frame), value)
-        if value is not self:
-            with torch.no_grad():
-                self.copy_(value)
+    if type(self) is torch.Tensor and not self.is_meta and (value := _reported(name, self)) is not self:
+        with torch.no_grad():
+            self.copy_(value)
     return self
 
 
-def _requested_by() -> tuple[FrameType, str] | None:
-    """Returns the script's own frame that draws, and the library that draws for it: "" for none, or for torch itself.
-
-    None where torch, or another package that this process runs in, draws for a purpose of its own.
-    """
+def _reported(name: str, value: Any) -> Any:
+    """Returns what the listeners make of numbers that are drawn for the script, or these."""
     frame: FrameType | None = caller()
     library = ""
     while frame is not None and not is_own(frame.f_code.co_filename):
         module = frame.f_globals.get("__name__", "")
         if not module.startswith(_CALLED_THROUGH):
-            library = library or module.partition(".")[0]
-            if library in _NOT_THROUGH or module.partition(".")[0] in _NOT_THROUGH:
-                return None
+            package = module.partition(".")[0]
+            if package in _FOR_THEMSELVES:
+                return value
+            library = library or f"{package}: "
         frame = frame.f_back
-    return None if frame is None else (frame, library)
+    if frame is not None:
+        for one in listeners("on_random"):
+            value = one.on_random(f"{library}{name}", call_site(frame), value)
+    return value
 
 
 for _family, _names in DRAWS.items():

@@ -405,7 +405,7 @@ def _drawn_in_parts(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
         yield Finding(
             code="batches-differ",
             where=drawn_at or group[0].divided_at,
-            cause=f"each rank draws its samples, with replacement, from a part of the data of its own "
+            cause="each rank draws its samples, with replacement, from a part of the data of its own "
             f"({group[0].sampler}), where one process draws from all {group[0].size}: how often a sample is drawn "
             "depends on the part that it is in",
             fix="give every rank its part, [rank::world_size], of the indices that one sampler draws with one seed",

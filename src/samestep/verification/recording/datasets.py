@@ -103,15 +103,6 @@ def _samples(dataset: Any, places: list[int]) -> Iterator[tuple[str, str]]:
             yield str(place), sample_digest(dataset[place])
 
 
-def batch_anew(loader: Any, indices: list[int]) -> Any:
-    """Loads samples again, and lets the loader's own function make one batch of them; draws change no state."""
-    before = RngState.capture(torch.device("cpu"))
-    try:
-        return loader.collate_fn([loader.dataset[index] for index in indices])
-    finally:
-        before.restore()
-
-
 @contextmanager
 def _seeded_equally() -> Iterator[None]:
     here = torch.device("cpu")

@@ -12,6 +12,8 @@ from torch import Tensor
 from samestep.runtime.digest import bytes_of
 from samestep.verification.recording.containers import named_parts
 
+_WHOLE = (torch.int32, torch.int64)  # types of places in a tensor
+
 
 def leaves(value: Any) -> list[Any]:
     """Returns everything in a batch that is no container, in order."""
@@ -101,7 +103,7 @@ def _packed(value: Any) -> list[list[Tensor]]:
     for starts in tensors:
         others = [one for one in tensors if one is not starts]
         long = [one for one in others if len(one) > len(starts)]
-        if starts.dim() == 1 and _are_whole(starts) and any(one.dim() == 1 and _are_whole(one) for one in long):
+        if starts.dtype in _WHOLE and starts.dim() == 1 and any(one.dtype in _WHOLE and one.dim() == 1 for one in long):
             begins = starts.tolist()
             is_one_length = len({len(one) for one in long}) == 1 and all(len(one) >= len(starts) for one in others)
             if is_one_length and begins[0] == 0 and begins == sorted(begins) and begins[-1] <= len(long[0]):
@@ -112,10 +114,6 @@ def _packed(value: Any) -> list[list[Tensor]]:
                     for i, (begin, end) in enumerate(zip(begins, ends, strict=True))
                 ]
     return []
-
-
-def _are_whole(tensor: Tensor) -> bool:
-    return tensor.dtype in {torch.int64, torch.int32}
 
 
 def _of(value: Any, samples: int, index: int) -> Iterator[Tensor]:

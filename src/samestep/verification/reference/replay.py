@@ -239,36 +239,38 @@ class Replay(ScriptObserver):
 
         None where rows are samples, or where the samples are other ones when they are loaded again.
         """
-        from samestep.verification.recording.datasets import batch_anew, sample_digest
+        import torch
+
+        from samestep.runtime.rng import RngState
+        from samestep.verification.recording.datasets import sample_digest
 
         indices = [event["indices"] or [] for _, event in events]
         are_samples = any(event["size"] in {0, len(own)} for (_, event), own in zip(events, indices, strict=True))
         is_one_each = getattr(loader, "batch_sampler", None) is None  # what is loaded is no batch of samples
         if len(events) == 1 or are_samples or is_one_each or not all(indices):
             return None
-        self.is_loading = True
-        try:
-            for own, value in zip(indices, self._values(events), strict=True):
-                if sample_digest(batch_anew(loader, own)) != sample_digest(value):
-                    return None
-            self.journal.write("collated")
-            known = [index for own in indices for index in own]
-            order = self._order(list(map(len, indices))).tolist() if self._permuted else range(len(known))
-            return batch_anew(loader, [known[place] for place in order])
-        finally:
-            self.is_loading = False
+        states = RngState.capture(torch.device("cpu"))
+        anew = [sample_digest(self._loaded_anew(loader, own)) for own in indices]
+        if anew != list(map(sample_digest, self._values(events))):
+            states.restore()  # its dataset draws
+            return None
+        self.journal.write("collated")
+        known = [index for own in indices for index in own]
+        order = self._order(list(map(len, indices))).tolist() if self._permuted else range(len(known))
+        return self._loaded_anew(loader, [known[place] for place in order])
 
     def _collated(self, indices: list[list[int] | None], loader: Any, error: Exception) -> Any:
         """Loads the samples anew, and lets the script's own function make one batch of them, padded alike, say."""
-        from samestep.verification.recording.datasets import batch_anew
-
         known = [index for theirs in indices for index in theirs or []]
         if any(theirs is None for theirs in indices) or not callable(getattr(loader, "collate_fn", None)):
             self._give_up(str(error))
         self.journal.write("collated")
+        return self._loaded_anew(loader, known)
+
+    def _loaded_anew(self, loader: Any, indices: list[int]) -> Any:
         self.is_loading = True
         try:
-            return batch_anew(loader, known)
+            return loader.collate_fn([loader.dataset[index] for index in indices])
         finally:
             self.is_loading = False
 
