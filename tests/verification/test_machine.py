@@ -175,7 +175,7 @@ def test_a_run_is_made_once_more_for_a_port_alone(
     files = Files([], tmp_path)
     Failing(script=script, ranks=2, folder=tmp_path, files=files, still_s=60.0, say=said.append).recorded("again", 2)
     assert names == ["again", "again, once more"][:times]
-    assert said == ["run 1 of 2: again", "again: once more, for a port was taken"][:times]
+    assert said == ["run 1 of 3: again", "again: once more, for a port was taken"][:times]
 
 
 @pytest.mark.parametrize("is_known", [True, False])

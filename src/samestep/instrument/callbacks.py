@@ -138,6 +138,9 @@ class Callbacks:
         """The script has drawn random numbers; returns those that it gets."""
         return value
 
+    def on_seed(self, seed: str) -> None:
+        """The script has made, or seeded, a generator whose draws are not reported: with this, as text."""
+
     def on_dropout(self, values: Any) -> None:
         """The script would have drawn a mask for dropout of these values."""
 

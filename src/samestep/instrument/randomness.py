@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import random
 from types import FrameType
 from typing import Any
 
 from samestep.instrument.callbacks import call, listeners
 from samestep.instrument.patch import Group, call_site, caller, is_own, is_traced
+from samestep.rankenv import variable
 
 draws = Group()  # reports random numbers that the script's own lines draw, or libraries for them
 without_dropout_and_autocast = Group()  # switches both off, also in compiled code; reports what would be dropped
@@ -80,6 +82,18 @@ for _family, _names in DRAWS.items():
 for _name in _DRAWN_BY_TENSORS:
     _drawing = _draw_in_place if _name.endswith("_") else _draw
     draws.patch("torch", f"Tensor.{_name}")(functools.partial(_drawing, f"torch.Tensor.{_name}"))
+
+
+@draws.patch("numpy.random", "default_rng")
+@draws.patch("random", "Random.seed")
+def _seed(original: Any, *args: Any, **kwargs: Any) -> Any:
+    frame: FrameType | None = caller()
+    if frame is not None and frame.f_globals.get("__name__") == "random":  # a new generator seeds itself
+        frame = frame.f_back
+    if frame is not None and is_own(frame.f_code.co_filename):
+        seeds = [one for one in (*args, *kwargs.values()) if not isinstance(one, random.Random)]
+        call("on_seed", repr(seeds) if seeds and seeds != [None] else f"unknown to rank {variable('RANK')}")
+    return original(*args, **kwargs)
 
 
 @without_dropout_and_autocast.patch("torch.nn.functional", *_DROPOUTS, compiled=True)

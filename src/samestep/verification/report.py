@@ -107,6 +107,12 @@ class Report:
                 self.margins.pop(finding.property, None)
         self.findings.sort(key=lambda finding: finding.severity != "error")
 
+    def withdraw(self, found: Finding, state: str, margin: str) -> None:
+        """Takes a finding back: what it is about came out so."""
+        self.findings.remove(found)
+        if all(one.property != found.property for one in self.errors):
+            self.coverage[found.property], self.margins[found.property] = state, margin
+
     def suspect(self, findings: Iterable[Finding]) -> None:
         """Remembers what suggests a difference: it explains one that is found, or becomes a note."""
         self.evidence += findings

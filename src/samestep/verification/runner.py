@@ -74,7 +74,7 @@ class Runner:
     gpus_of_one: dict[str, str] = field(default_factory=dict)  # variables that show one process a rank's GPUs alone
     _is_over: Event = field(default_factory=Event)
     _lock: Lock = field(default_factory=Lock)
-    _planned: int = 2  # runs: the ranks and the script alone, if nothing is looked into
+    _planned: int = 3  # runs: the ranks, the script alone, and at its own pace, if nothing is looked into
     _begun: int = 0
 
     def plan(self, runs: int) -> None:

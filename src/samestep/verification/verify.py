@@ -16,6 +16,7 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.launch.result import DIFFERENT_COLLECTIVES
+from samestep.text import plural
 from samestep.verification import claims, machine, numerics, restart, runs
 from samestep.verification.files import Files, written_folders
 from samestep.verification.findings import AGREES, DECISIVE, DECLARED, PROVED, Finding, unchecked
@@ -31,6 +32,7 @@ from samestep.verification.judging import (
     evaluation,
     later,
     moved,
+    own_data,
     parts,
     rates,
     reached,
@@ -44,13 +46,15 @@ from samestep.verification.judging.causes import MOVED_APART, OUTSIDE, UNREACHED
 from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.lines import Lines
 from samestep.verification.judging.others import Others
+from samestep.verification.judging.own_data import OWN_PART
+from samestep.verification.judging.own_pace import follows
 from samestep.verification.judging.paths import Paths
 from samestep.verification.judging.record import Record, Run
 from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.sources import Sources
 from samestep.verification.judging.updates import Updates
 from samestep.verification.recording.limit import LONGER, PASSES, SMALL, STEPS
-from samestep.verification.report import Report
+from samestep.verification.report import Report, is_open
 from samestep.verification.runner import Runner, Say, fork_server_for, gpus_of_one
 
 __all__ = ["verify"]
@@ -59,6 +63,8 @@ NO_STEP = "no optimizer of torch.optim has stepped, and no parameter was changed
 _LOCATED = {"gradient-scale", "gradient-differs", "update-differs", "evaluation-inexact"}  # by the lines that make them
 _DECIDED = {"steps-differ", "learning-rate-differs", "parameters-diverged", "gradients-not-synchronised"}  # by numbers
 _OF_SAMPLES = {"samples-repeated", "samples-missing", "datasets-differ", "batches-differ"}
+_OF_STEPS = {"gradient-scale", "gradient-differs", "update-differs", "learning-rate-differs", "steps-differ"}
+_OF_TRAINING = ("initial_state", "gradients", "updates", "parameters", "data", "control")  # what decides, of steps
 _MOST_TRACED = 2  # evaluations whose lines are looked at
 _MORE = 16  # times as many steps, where one rank takes all of them by itself
 _NOTHING_WAITS = (
@@ -265,6 +271,8 @@ def _verified(runner: Runner, steps: int) -> Report:
         with leaving_open(report):
             _compare(runner, record, whole, own_pace, report)
             _compare_later(runner, record, whole, own_pace, report)
+            if record.steps and not (recorded.has_failed or whole.has_failed):
+                _judge_own_pace(record, own_pace(), report)
     if recorded.has_failed:
         _blame(recorded, whole, run_at_own_pace, report)
     elif whole.has_failed:
@@ -334,12 +342,16 @@ def _locate_decisions(runner: Runner, record: Record, steps: int, report: Report
 
 def _locate_sources(runner: Runner, record: Record, steps: int, report: Report) -> None:
     """Looks for draws, hashes and writes by which ranks begin to differ."""
-    of_samples = [one for one in report.errors if one.code in _OF_SAMPLES and samples.CHOSEN not in one.cause]
+    known = (OWN_PART, samples.CHOSEN)  # by one process at its own pace
+    of_samples = [
+        one for one in report.errors if one.code in _OF_SAMPLES and all(words not in one.cause for words in known)
+    ]
     of_parameters = [one for one in report.errors if one.cause.endswith(OUTSIDE)]
     of_initial = [
         one
         for one in report.errors
-        if one.code == "initial-state-differs" and not (record.has_no_group or one.cause.endswith(shards.OWN_MODEL))
+        if one.code == "initial-state-differs"
+        and not (record.has_no_group or one.cause.endswith((shards.OWN_MODEL, OWN_PART)))
     ]
     if not (of_samples or of_parameters or of_initial):
         return
@@ -358,14 +370,15 @@ def _locate_sources(runner: Runner, record: Record, steps: int, report: Report) 
 
 
 def _locate_samples(runner: Runner, record: Record, steps: int, report: Report) -> None:
-    """Looks for the line that chooses other samples than one process does, where the script has no DataLoader."""
+    """Looks for the line that makes, or chooses, other samples than one process does."""
     del steps
     first = record.ranks[0]
     for found in report.errors:
         step = first.steps[found.step] if found.step is not None and found.step < record.steps else None
-        if found.code not in _OF_SAMPLES or samples.are_loaded(record):
+        is_unloaded = found.code in _OF_SAMPLES and not samples.are_loaded(record)
+        if step is None or not (is_unloaded or found.cause.endswith(OWN_PART)):
             continue
-        if step is not None and found.where == first.backward_of(step):  # no better one is known
+        if found.cause.endswith(OWN_PART) or found.where == first.backward_of(step):  # no better one is known
             how = {"steps": step["event"] + 1, "trace": {"window": step["window"], "samples": True}}
             ranks = runner.recorded(f"samples of {record.size} ranks", record.size, **how).record
             alone = runner.recorded("samples of one process", 1, **how)
@@ -404,6 +417,27 @@ def _judge_cut(record: Record, alone: Record, report: Report) -> None:
     parts_of_one.find_apart(report)
     if not report.errors and parts_of_one.cover(report):
         evaluation.judge(record, alone, report)
+
+
+def _judge_own_pace(record: Record, alone: Record, report: Report) -> None:
+    """Compares the ranks with one process that loads its samples by itself, and takes steps at its own pace.
+
+    Where it trains as the ranks do, from the first step to the last, no comparison of parts says more.
+    """
+    if not report.errors:
+        own_data.judge(record, alone, report)
+    open_ones = [name for name in _OF_TRAINING if is_open(report, name)]
+    accusing = [
+        one
+        for one in report.errors
+        if one.code in _OF_STEPS or (one.property == "data" and one.code in _OF_SAMPLES and not record.is_cut_short)
+    ]
+    if (open_ones or accusing) and follows(record, alone):
+        margin = f"{plural(record.steps, 'step')} of one process at its own pace"
+        for found in accusing:
+            report.withdraw(found, AGREES, margin)
+        for name in open_ones:
+            report.cover(name, AGREES, margin)
 
 
 def _conclude_on_data(record: Record, whole: Record, own_pace: Callable[[], Record], report: Report) -> None:

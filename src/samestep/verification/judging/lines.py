@@ -26,7 +26,13 @@ from samestep.verification.numerics import in_turns
 from samestep.verification.recording.lines import EVALUATION, FORWARD, GRADIENTS, STEP
 
 _NEAR = 1e-3  # of a tensor's norm
-_LOOKED_AT = {"gradients": (FORWARD, GRADIENTS), "updates": (STEP,), "evaluation": (EVALUATION,), "data": (FORWARD,)}
+_LOOKED_AT = {
+    "gradients": (FORWARD, GRADIENTS),
+    "updates": (STEP,),
+    "evaluation": (EVALUATION,),
+    "data": (FORWARD,),
+    "initial_state": (FORWARD,),
+}
 
 _IN_PLACE = re.compile(r"__i\w+__|[a-z]\w*[a-z0-9]_").fullmatch
 _RESETS = {"zero_", "fill_", "copy_"}
@@ -80,7 +86,7 @@ class Lines:
                 why = "what is brought together at this line carries no gradient to the other ranks"
                 return located(finding, self._without_gradient(), why)
         else:
-            line = _first_apart(lines, all_lines=finding.property == "data")
+            line = _first_apart(lines, all_lines=finding.property in {"data", "initial_state"})
         if line is None:
             return finding
         if line.summed is not None:

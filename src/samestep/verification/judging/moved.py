@@ -18,12 +18,12 @@ from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
 from samestep.verification.judging import rates
 from samestep.verification.judging.explanations import CARRIED
+from samestep.verification.judging.own_data import is_apart
 from samestep.verification.judging.record import Record, Run
 from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.recording.optimizers import TRAINED
 from samestep.verification.report import Report
 
-_APART = 1e-3  # of a buffer's norm
 _OF_A_STEP = 1e-2  # of what a step adds to averaged parameters
 _OTHER_SHARE = 0.05  # of what a step adds in one process
 _ROUNDINGS = 10.0  # of a parameter: what a step adds to it may be smaller
@@ -56,7 +56,7 @@ def _moved(record: Record, whole: Run, until: float = math.inf) -> Iterator[Find
         theirs = whole.record.value(0, event["kept"])["buffers"]
         are_apart = not _are_equal(after)
         for name, buffer in after[0].items():
-            if not name.endswith(left_out) and name in theirs and _is_apart(buffer, theirs[name]):
+            if not name.endswith(left_out) and name in theirs and is_apart(buffer, theirs[name]):
                 ends = [one[name] for one in after if name in one]
                 is_known = until < math.inf
                 if is_known or not (are_apart and _are_parts(before[0][name], ends, theirs[name])):
@@ -136,14 +136,7 @@ def _are_parts(start: Any, ends: list[Any], theirs: Any) -> bool:
     """
     change = theirs.double() - start.double()
     total = torch.stack([end.double() - start.double() for end in ends]).sum(0)
-    return any(not _is_apart(part, change) for part in (total, total / len(ends)))
-
-
-def _is_apart(mine: Any, theirs: Any) -> bool:
-    if mine.shape != theirs.shape or not mine.is_floating_point() or not mine.numel():
-        return False
-    error = (mine.double() - theirs.double()).norm()
-    return bool(error > _APART * theirs.double().norm().clamp_min(1e-12))
+    return any(not is_apart(part, change) for part in (total, total / len(ends)))
 
 
 def _behind(record: Record, window: int, name: str) -> Finding:

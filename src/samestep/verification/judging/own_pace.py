@@ -5,6 +5,7 @@ Where an optimizer keeps gradients to itself, or averages them while it steps, i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,10 @@ from samestep.verification.judging.record import Record, place_of_draw
 from samestep.verification.report import Report
 
 _FEWEST = 2  # steps: the second one shows what the first has made
+_MANY = 8  # steps, where the end of the training is not reached
+_FIRST = 3  # steps: rounding makes more of later ones
+_NEAR = 1e-3  # of a norm
+_SMALL = 1e-2  # of the whole gradient's norm: smaller gradients are held against this
 _FAR = 1e-2  # of the gradients' norm; what rounding has made of the first steps is less
 
 
@@ -50,6 +55,46 @@ def worst_error(record: Record, alone: Record, steps: list[Event]) -> float | No
             return None
         worst, seen = max(worst, apart), seen + (not numerics.are_zero(ours))
     return worst if seen >= _FEWEST else None
+
+
+def go_together(record: Record, alone: Record, until: int | None = None) -> bool:
+    """Returns whether one process has the ranks' rates and norms of gradients in all steps, or in those before `until`.
+
+    Its rates are those of all ranks, and the norm of each parameter's gradient is that of every rank.
+    """
+    if not alone.ranks or record.is_cut:
+        return False
+    events = alone.ranks[0].steps[:until]
+    if len(events) < min(record.steps, record.steps if until is None else until):
+        return False
+    for place, other in enumerate(events[: record.steps]):
+        most = _NEAR if place < _FIRST else _FAR
+        for step in record.events_of_step(place):
+            if step["optimizer"] != other["optimizer"] or step["rates"] != other["rates"]:
+                return False
+            if not _have_norms(step["norms"], other["norms"], most):
+                return False
+    return True
+
+
+def follows(record: Record, alone: Record) -> bool:
+    """Returns whether one process is seen to train as the ranks do, from the first step to the last that is recorded.
+
+    It begins with the same parameters, has their gradients in the first steps, and the norms of these, and the rates,
+    in all; and it ends with them, where they end.
+    """
+    if record.is_averaged_within or not go_together(record, alone):
+        return False
+    is_end_seen = len(alone.ranks[0].steps) == record.steps if not record.is_cut_short else record.steps >= _MANY
+    first = [step for step in record.kept_steps if step["event"] < _FIRST]
+    return is_end_seen and worst_error(record, alone, first) is not None
+
+
+def _have_norms(mine: dict[str, float], theirs: dict[str, float], most: float) -> bool:
+    whole = math.hypot(*theirs.values())
+    return mine.keys() == theirs.keys() and all(
+        abs(norm - theirs[name]) <= most * max(theirs[name], _SMALL * whole) for name, norm in mine.items()
+    )
 
 
 def _pairs(alone: Record, steps: list[Event]) -> Iterator[tuple[Event, Event]]:

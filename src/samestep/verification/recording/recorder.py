@@ -46,6 +46,7 @@ MOST_REPLICAS = 16  # looks at copies of a model while no step is seen
 _MASKED, _MOST_MASKS = 4, 16  # windows, and dropout masks in each, that are recorded where parameters are sharded
 _CUT = 3  # windows in which the rows that models get of loaded batches are recorded
 _NOISY = 4  # and so many batches of a pass for which a dataset's own generators are looked at
+_MOST_SEEDS = 1 << 12  # of generators
 WHOLE = 2  # passes over each loader whose samples are all told
 
 
@@ -87,6 +88,8 @@ class Recorder(ScriptObserver):
         self._evaluates: str | None = None  # the evaluation whose parameters were written last
         self._loaded_at: str | None = None  # where parameters were loaded since the last step
         self._is_fed = False  # a DataLoader has yielded what is trained on
+        self._draws_samples = False  # random numbers were drawn while a batch was loaded, and not for their order
+        self._seeds: set[str] = set()
         self._is_over = False  # the pass at hand has yielded all it has, and its last batch may still be trained on
         self.install_patches()
 
@@ -127,8 +130,11 @@ class Recorder(ScriptObserver):
         self._note_dataset(epoch)
         yielded = 0
         noise = self._noise_of(epoch)
+        self._draws_samples = False
         while not (is_cut := self._limit.ends(name)) and (batch := self.next_of(own)) is not None:
             self._note_batch(batch)
+            if self._draws_samples and not yielded:
+                self.journal.write("draws_samples", key=epoch.key, number=epoch.number)
             if noise is not None and yielded < _NOISY and (after := self._noise_of(epoch)) != noise:
                 about = {"index": yielded, "state": noise.state, "where": noise.where}
                 self.journal.write("noise", key=epoch.key, number=epoch.number, **about)
@@ -587,6 +593,7 @@ class Recorder(ScriptObserver):
             self.sources.drew()
         if self.is_loading and name in ORDERING:
             note_order(self.journal, where, name, value)
+        self._draws_samples |= self.is_loading and not name.endswith(("randperm", "permutation"))
         if self.optimizers.all and not self.is_loading:
             self.evaluations.drew(value)
         if self.is_elsewhere or (begins_parameters(name) and not self.optimizers.all):
@@ -597,6 +604,11 @@ class Recorder(ScriptObserver):
         if within or (not self._is_fed and self.draws.count <= MOST_BEFORE):  # it may draw the samples themselves
             keep(self.journal, place, name, value, within=within)
         return value
+
+    def on_seed(self, seed: str) -> None:
+        if seed not in self._seeds and len(self._seeds) < _MOST_SEEDS:
+            self._seeds.add(seed)
+            self.journal.write("seeded", seed=digest_of_bytes(seed.encode()))
 
     def _note_scaled_clipping(self, where: str, most: float) -> None:
         """Clipping sees gradients that a scaler has made larger, unless they were unscaled before."""

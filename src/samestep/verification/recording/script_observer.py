@@ -301,6 +301,8 @@ class ScriptObserver(Observer, Callbacks):
         subscribe(self, *_GROUPS)
         if self._wanted_traces.get("sources"):
             on_import("torch.nn.modules.module", lambda _: self._trace_sources())
+        if "samples" in self._wanted_traces:
+            on_import("torch.utils.data.dataloader", lambda _: self.trace_samples())
 
     def _trace_sources(self) -> None:
         from samestep.verification.recording.sources import SourceTrace

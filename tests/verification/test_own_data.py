@@ -1,0 +1,192 @@
+"""What one process loads by itself, and what it trains on at its own pace, held against the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from journals import Event, ended, passed, step
+from torch import Tensor
+
+from samestep.verification.findings import AGREES
+from samestep.verification.journal import value_path
+from samestep.verification.judging import own_data
+from samestep.verification.judging.own_pace import follows, go_together
+from samestep.verification.judging.record import Rank, Record
+from samestep.verification.report import Report
+from samestep.verification.verify import _judge_own_pace
+
+ROWS = torch.arange(32, dtype=torch.float64).reshape(16, 2) ** 2
+PARTS = ([0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15])
+
+
+def kept(folder: Path, rank: int, number: int, value: Any) -> int:
+    path = value_path(folder, rank, number)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(value, path)
+    return number
+
+
+def loads(folder: Path, rows: Sequence[Tensor], *more: Event, workers: int = 0) -> Record:
+    """Processes of which each loads these rows, in one batch."""
+    ranks = []
+    for rank, own in enumerate(rows):
+        events = passed(list(range(len(own))), samples=len(own), workers=workers)
+        events[1] |= {"rows": [str(row.tolist()) for row in own], "kept": kept(folder, rank, 0, [own])}
+        ranks.append(Rank(rank, [*more, *events]))
+    return Record(folder, ranks)
+
+
+def found(record: Record, alone: Record) -> list[str]:
+    report = Report(ranks=record.size)
+    own_data.judge(record, alone, report)
+    return [one.code for one in report.errors]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_found"),
+    [
+        (lambda rows, rank: rows, False),
+        (lambda rows, rank: rows * (1 + 1e-9), False),  # a sum over the ranks has another rounding
+        (lambda rows, rank: rows + torch.tensor([10.0 * rank, 0.0]), True),
+        (lambda rows, rank: rows - rows.mean(0), True),
+        (lambda rows, rank: torch.cat([rows[:6], rows[6:] + 0.5 * rank]), False),  # no more than there are ranks
+    ],
+    ids=["the same", "rounded", "one column", "centred", "few"],
+)
+def test_rows_that_ranks_load_are_those_that_one_process_loads(tmp_path: Path, change: Any, *, is_found: bool) -> None:
+    """A feature is computed from the rows of a rank's own part."""
+    ranks = loads(tmp_path / "ranks", [change(ROWS[part], rank) for rank, part in enumerate(PARTS)])
+    assert found(ranks, loads(tmp_path / "alone", [ROWS])) == ["datasets-differ"] * is_found
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"kind": "draws_samples", "key": "train.py:10#1", "number": 0},
+        {"kind": "noise", "key": "train.py:10#1", "number": 0},
+        {"kind": "seeded", "seed": "of a rank"},
+        {"kind": "draw", "place": "0|train.py:5|1", "digest": "of a rank", "within": False},
+    ],
+    ids=["while loading", "of the dataset", "by a seed", "before loading"],
+)
+def test_rows_that_random_numbers_may_make_tell_nothing(tmp_path: Path, more: Event) -> None:
+    ranks = loads(tmp_path / "ranks", [ROWS[part] + 1 for part in PARTS], more)
+    assert found(ranks, loads(tmp_path / "alone", [ROWS])) == []
+
+
+def test_rows_that_workers_load_tell_nothing(tmp_path: Path) -> None:
+    """What they draw is not seen."""
+    ranks = loads(tmp_path / "ranks", [ROWS[part] + 1 for part in PARTS], workers=2)
+    assert found(ranks, loads(tmp_path / "alone", [ROWS], workers=2)) == []
+
+
+def test_rows_of_other_lengths_tell_nothing(tmp_path: Path) -> None:
+    """Texts are padded to the longest of a batch."""
+    ranks = loads(tmp_path / "ranks", [torch.nn.functional.pad(ROWS[part], (0, 1)) for part in PARTS])
+    assert found(ranks, loads(tmp_path / "alone", [ROWS])) == []
+
+
+def test_a_dataset_of_each_rank_s_own_size_tells_nothing(tmp_path: Path) -> None:
+    """Each rank makes as many samples as one process does."""
+    ranks = loads(tmp_path / "ranks", [ROWS + 1, ROWS + 2])
+    assert found(ranks, loads(tmp_path / "alone", [ROWS])) == []
+
+
+def begins(folder: Path, rows: Sequence[Tensor], buffer: float, parameter: float = 1.0, *more: Event) -> Record:
+    """Processes that begin with this buffer, and this parameter."""
+    record = loads(folder, rows, *more)
+    for rank in record.ranks:
+        held = {"w": torch.tensor([parameter])}
+        value = {"parameters": {0: held}, "buffers": {"centre": torch.tensor([buffer])}, "untrained": {}}
+        about = {"kind": "window", "number": 0, "others": {}, "kept": kept(folder, rank.number, 1, value)}
+        rank.events.insert(0, about)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("buffer", "parameter", "parts", "is_found"),
+    [
+        (2.0, 1.0, PARTS, True),
+        (1.0, 1.0, PARTS, False),
+        (2.0, 3.0, PARTS, False),  # another seed
+        (2.0, 1.0, (range(16), range(16)), False),  # more samples in the first batch
+    ],
+    ids=["apart", "the same", "other parameters", "other batches"],
+)
+def test_a_buffer_begins_with_the_value_of_one_process(
+    tmp_path: Path, buffer: float, parameter: float, parts: Sequence[Sequence[int]], *, is_found: bool
+) -> None:
+    """It is the mean of all samples, say."""
+    ranks = begins(tmp_path / "ranks", [ROWS[list(part)] for part in parts], buffer, parameter)
+    assert found(ranks, begins(tmp_path / "alone", [ROWS], 1.0)) == ["initial-state-differs"] * is_found
+
+
+def test_a_buffer_that_each_rank_draws_tells_nothing(tmp_path: Path) -> None:
+    draw: Event = {"kind": "draw", "place": "0|train.py:5|1", "digest": "of a rank", "within": False}
+    ranks = begins(tmp_path / "ranks", [ROWS[part] for part in PARTS], 2.0, 1.0, draw)
+    assert found(ranks, begins(tmp_path / "alone", [ROWS], 1.0)) == []
+
+
+def trains(folder: Path, norms: Sequence[float], *, ranks: int = 1, rate: float = 0.1, first: float = 1.0) -> Record:
+    """Processes with these norms of gradients, of which the first two steps' gradients were kept, and their end."""
+    numbers = range(ranks)
+    for rank in numbers:
+        for place in (0, 1):
+            kept(folder, rank, place, {"w": torch.tensor([first, norms[place]])})
+
+    def steps() -> list[Event]:
+        return [
+            step(number, "g", norms={"w": norm}, rates=[rate], kept=number if number < 2 else None)
+            for number, norm in enumerate(norms)
+        ]
+
+    return Record(folder, [Rank(rank, [*steps(), ended()]) for rank in numbers])
+
+
+NORMS = [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("alone", "how", "is_followed"),
+    [
+        (NORMS, {}, True),
+        ([1.0, 2.0, 3.0, 4.02], {}, True),  # rounding has grown
+        ([1.0, 2.0, 3.0, 4.2], {}, False),
+        ([*NORMS, 5.0], {}, False),  # it takes a step more
+        (NORMS[:3], {}, False),
+        (NORMS, {"rate": 0.2}, False),
+        (NORMS, {"first": 2.0}, False),  # of one norm, and another direction
+    ],
+    ids=["the same", "rounded", "another norm", "more steps", "fewer steps", "another rate", "another gradient"],
+)
+def test_one_process_at_its_own_pace_takes_the_ranks_steps(
+    tmp_path: Path, alone: list[float], how: dict[str, float], *, is_followed: bool
+) -> None:
+    ranks = trains(tmp_path / "ranks", NORMS, ranks=2)
+    assert follows(ranks, trains(tmp_path / "alone", alone, **how)) is is_followed
+
+
+def test_a_rank_that_takes_other_steps_is_not_followed(tmp_path: Path) -> None:
+    ranks = trains(tmp_path / "ranks", NORMS, ranks=2)
+    ranks.ranks[1].events[1]["norms"] = {"w": 2.5}
+    alone = trains(tmp_path / "alone", NORMS)
+    assert not follows(ranks, alone)
+    assert go_together(ranks, alone, 1)
+
+
+def test_what_one_process_at_its_own_pace_has_too_is_no_error(tmp_path: Path) -> None:
+    """Ranks that skip a step together leave out samples, which one process leaves out as well."""
+    from samestep.verification.findings import Finding
+
+    ranks, alone = trains(tmp_path / "ranks", NORMS, ranks=2), trains(tmp_path / "alone", NORMS)
+    report = Report(ranks=2, steps=4)
+    codes = ("gradient-scale", "samples-missing", "parameters-diverged", "same-order-every-epoch")
+    report.add(Finding(code=code, cause="…") for code in codes)
+    _judge_own_pace(ranks, alone, report)
+    assert [one.code for one in report.errors] == ["parameters-diverged", "same-order-every-epoch"]
+    assert report.coverage["gradients"] == report.coverage["updates"] == AGREES
+    assert report.coverage["data"] != AGREES
