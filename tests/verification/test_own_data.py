@@ -14,7 +14,7 @@ from torch import Tensor
 from samestep.verification.findings import AGREES
 from samestep.verification.journal import value_path
 from samestep.verification.judging import own_data
-from samestep.verification.judging.own_pace import follows, go_together
+from samestep.verification.judging.own_pace import follows, go_together, sudden
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.report import Report
 from samestep.verification.verify import _judge_own_pace
@@ -190,3 +190,29 @@ def test_what_one_process_at_its_own_pace_has_too_is_no_error(tmp_path: Path) ->
     assert [one.code for one in report.errors] == ["parameters-diverged", "same-order-every-epoch"]
     assert report.coverage["gradients"] == report.coverage["updates"] == AGREES
     assert report.coverage["data"] != AGREES
+
+
+@pytest.mark.parametrize(
+    ("alone", "how", "at"),
+    [
+        (NORMS, {}, None),
+        ([1.0, 2.0, 3.3, 4.4], {}, 2),
+        ([1.0, 2.0, 3.01, 4.4], {}, None),  # rounding grows
+        ([1.1, 2.0, 3.3, 4.4], {}, None),  # other samples from the start
+        ([1.0, 2.0, 3.3, 4.4], {"rate": 0.2}, None),
+        ([1.0, 2.0, 3.3, 4.4], {"samples": 3}, None),  # the last batch of a pass is larger
+    ],
+    ids=["the same", "sudden", "gradual", "other", "another rate", "another batch"],
+)
+def test_a_step_at_which_one_process_parts_from_the_ranks(
+    tmp_path: Path, alone: list[float], how: dict[str, Any], at: int | None
+) -> None:
+    samples = how.pop("samples", 2)
+    ranks, one = trains(tmp_path / "ranks", NORMS, ranks=2), trains(tmp_path / "alone", alone, **how)
+    for record, sizes in ((ranks, [1, 1, 1, 1]), (one, [2, 2, samples, 2])):
+        for rank in record.ranks:
+            rank.events.extend(
+                {"kind": "batch", "size": size, "window": window, "training": True} for window, size in enumerate(sizes)
+            )
+    step = sudden(ranks, one)
+    assert (None if step is None else step["event"]) == at

@@ -29,7 +29,8 @@ LEGS = {
     "initial_state": Leg(
         decides=True,
         recorded="digests of all parameters before the first step",
-        reference="the other ranks, where they are declared, or found, to be copies; of parts, one process's whole",
+        reference="the other ranks, where they are declared, or found, to be copies; of parts, and of buffers, one "
+        "process's",
         codes=("initial-state-differs",),
     ),
     "parameter_order": Leg(

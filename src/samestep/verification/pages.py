@@ -46,10 +46,12 @@ PAGES = {
         "Averaged gradients keep ranks together only if they begin together. DistributedDataParallel sends rank 0's "
         "weights to all when it is made, and never again: what is loaded or changed on one rank afterwards stays "
         "different for good, and the checkpoint is that of one of several models. fully_shard sends nothing: each rank "
-        "cuts its shards out of the model that it has made.",
+        "cuts its shards out of the model that it has made. Or a buffer, which all ranks then share, was computed from "
+        "one rank's part of the data: a centre, or the mean of a feature.",
         "Load weights on every rank, before DistributedDataParallel(model); by hand: dist.broadcast(p.data, src=0) for "
         "every parameter and buffer before the first step.",
-        "digests of all parameters before the first step, compared between ranks",
+        "digests of all parameters before the first step, compared between ranks; buffers, with those of one process "
+        "that loads its samples by itself",
     ),
     "parameter-order-differs": Page(
         "ranks register their parameters in different orders",
@@ -158,9 +160,13 @@ PAGES = {
         "ranks hold different data",
         "Indices are split between ranks as if they meant the same sample on all: where directories are listed in "
         "another order, or splits are drawn with another seed, samples are lost, repeated, or leak into evaluation. Or "
-        "all ranks choose the same samples, by scores that were gathered in another order than that of the samples.",
-        "sorted(os.listdir(…)); random_split(…, generator=torch.Generator().manual_seed(0)).",
-        "length and a few samples of every rank's dataset; which samples a Subset has, compared with one process",
+        "all ranks choose the same samples, by scores that were gathered in another order than that of the samples. Or "
+        "features are computed from one rank's part of the data: means of a category, the time since a user's "
+        "last event.",
+        "sorted(os.listdir(…)); random_split(…, generator=torch.Generator().manual_seed(0)); features from all data, "
+        "divided afterwards.",
+        "length and a few samples of every rank's dataset; which samples a Subset has, compared with one process; the "
+        "rows of a whole pass, compared with those that one process loads by itself, where no random numbers make them",
     ),
     "random-streams": Page(
         "random numbers are equal where they must differ, or the reverse",

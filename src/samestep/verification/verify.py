@@ -47,7 +47,7 @@ from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.lines import Lines
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.own_data import OWN_PART
-from samestep.verification.judging.own_pace import follows
+from samestep.verification.judging.own_pace import CARRIED_APART, follows, parted, sudden
 from samestep.verification.judging.paths import Paths
 from samestep.verification.judging.record import Record, Run
 from samestep.verification.judging.reference import Comparison
@@ -65,6 +65,7 @@ _DECIDED = {"steps-differ", "learning-rate-differs", "parameters-diverged", "gra
 _OF_SAMPLES = {"samples-repeated", "samples-missing", "datasets-differ", "batches-differ"}
 _OF_STEPS = {"gradient-scale", "gradient-differs", "update-differs", "learning-rate-differs", "steps-differ"}
 _OF_TRAINING = ("initial_state", "gradients", "updates", "parameters", "data", "control")  # what decides, of steps
+_LAST = 2  # steps that are compared where one process parts from the ranks
 _MOST_TRACED = 2  # evaluations whose lines are looked at
 _MORE = 16  # times as many steps, where one rank takes all of them by itself
 _NOTHING_WAITS = (
@@ -273,6 +274,7 @@ def _verified(runner: Runner, steps: int) -> Report:
             _compare_later(runner, record, whole, own_pace, report)
             if record.steps and not (recorded.has_failed or whole.has_failed):
                 _judge_own_pace(record, own_pace(), report)
+                _judge_sudden(runner, record, own_pace(), report)
     if recorded.has_failed:
         _blame(recorded, whole, run_at_own_pace, report)
     elif whole.has_failed:
@@ -298,7 +300,8 @@ def _locate_lines(runner: Runner, record: Record, steps: int, report: Report) ->
     """Looks for the lines that make the errors, by what they compute on the ranks and in one process."""
     if record.is_averaged_within or any(rank.of("hook", "compressed") for rank in record.ranks):
         return
-    wanted = {one.property: one for one in reversed(report.errors) if one.code in _LOCATED}
+    found_here = [one for one in report.errors if one.code in _LOCATED and not one.cause.endswith(CARRIED_APART)]
+    wanted = {one.property: one for one in reversed(found_here)}
     for name, found in wanted.items():
         if name == "evaluation":
             trace, until = {"evaluations": _MOST_TRACED}, {"steps": steps, "passes": PASSES}
@@ -370,20 +373,20 @@ def _locate_sources(runner: Runner, record: Record, steps: int, report: Report) 
 
 
 def _locate_samples(runner: Runner, record: Record, steps: int, report: Report) -> None:
-    """Looks for the line that makes, or chooses, other samples than one process does."""
+    """Looks for the line that makes, or chooses, other samples than one process does, or carries on other values."""
     del steps
     first = record.ranks[0]
     for found in report.errors:
         step = first.steps[found.step] if found.step is not None and found.step < record.steps else None
+        by_own_pace = found.cause.endswith((OWN_PART, CARRIED_APART))
         is_unloaded = found.code in _OF_SAMPLES and not samples.are_loaded(record)
-        if step is None or not (is_unloaded or found.cause.endswith(OWN_PART)):
-            continue
-        if found.cause.endswith(OWN_PART) or found.where == first.backward_of(step):  # no better one is known
-            how = {"steps": step["event"] + 1, "trace": {"window": step["window"], "samples": True}}
-            ranks = runner.recorded(f"samples of {record.size} ranks", record.size, **how).record
-            alone = runner.recorded("samples of one process", 1, **how)
-            report.relocate(found, Lines(ranks, alone).located(found))
-            return
+        if step is None or not (by_own_pace or (is_unloaded and found.where == first.backward_of(step))):
+            continue  # or a better line is known
+        how = {"steps": step["event"] + 1, "trace": {"window": step["window"], "samples": True}}
+        ranks = runner.recorded(f"samples of {record.size} ranks", record.size, **how).record
+        alone = runner.recorded("samples of one process", 1, **how)
+        report.relocate(found, Lines(ranks, alone).located(found, of_samples=True))
+        return
 
 
 @contextmanager
@@ -438,6 +441,19 @@ def _judge_own_pace(record: Record, alone: Record, report: Report) -> None:
             report.withdraw(found, AGREES, margin)
         for name in open_ones:
             report.cover(name, AGREES, margin)
+
+
+def _judge_sudden(runner: Runner, record: Record, alone: Record, report: Report) -> None:
+    """Compares a step at which one process at its own pace suddenly parts from the ranks, in float64."""
+    step = None if report.errors else sudden(record, alone)
+    if step is None or own_data.draw_otherwise(record, alone, step["window"], within=True):
+        return
+    number, order = step["event"], {"steps": step["event"] + 1, "keep": [step["window"] - 1, step["window"]]}
+    name = f"at their own pace in float64, to step {number}"
+    ranks = runner.recorded(f"{record.size} ranks {name}", record.size, double=True, **order)
+    one = runner.recorded(f"one process {name}", 1, double=True, **order)
+    if not (ranks.has_failed or one.has_failed) and ranks.record.steps > number:
+        report.add(parted(ranks.record, one.record, ranks.record.kept_steps[-_LAST:]))
 
 
 def _conclude_on_data(record: Record, whole: Record, own_pace: Callable[[], Record], report: Report) -> None:

@@ -73,20 +73,23 @@ class Lines:
     ranks: Record
     alone: Run
 
-    def located(self, finding: Finding) -> Finding:
-        """Returns a finding with the line that is to blame, where one is found."""
+    def located(self, finding: Finding, *, of_samples: bool = False) -> Finding:
+        """Returns a finding with the line that is to blame, where one is found.
+
+        With `of_samples` that line may make the samples, or choose them.
+        """
         lines = self._of(_LOOKED_AT[finding.property])
         if ADDED_UP in finding.cause:
             terms = [line.where for line in lines if line.is_loss and line.relation == "copies"]
             why = "what this line brings every rank has whole, and so it counts once for each"
             return located(finding, terms[-1] if terms else None, why)
-        if finding.property == "gradients":
+        if finding.property == "gradients" and not of_samples:
             line = _of_gradients(lines)
             if line is None:
                 why = "what is brought together at this line carries no gradient to the other ranks"
                 return located(finding, self._without_gradient(), why)
         else:
-            line = _first_apart(lines, all_lines=finding.property in {"data", "initial_state"})
+            line = _first_apart(lines, all_lines=of_samples)
         if line is None:
             return finding
         if line.summed is not None:

@@ -108,21 +108,24 @@ def _vary(record: Record, alone: Record, group: Sequence[Pass]) -> bool:
     return while_loading or draw_otherwise(record, alone, window)
 
 
-def draw_otherwise(record: Record, alone: Record, window: int) -> bool:
-    """Returns whether a rank has drawn what one process has not, or seeded a generator otherwise, up to a window."""
+def draw_otherwise(record: Record, alone: Record, window: int, *, within: bool = False) -> bool:
+    """Returns whether a rank has drawn what one process has not, or seeded a generator otherwise, up to a window.
+
+    `within` says that draws count, too, which steps make of the samples that they have.
+    """
     seeds = {event["seed"] for event in alone.ranks[0].of("seeded")}
-    drawn = _drawn(alone.ranks[0], window)
+    drawn = _drawn(alone.ranks[0], window, within)
     ranks = record.data.ranks
     is_seeded_otherwise = any(event["seed"] not in seeds for rank in ranks for event in rank.of("seeded"))
-    return is_seeded_otherwise or any(_drawn(rank, window) != drawn for rank in ranks)
+    return is_seeded_otherwise or any(_drawn(rank, window, within) != drawn for rank in ranks)
 
 
-def _drawn(rank: Rank, window: int) -> list[tuple[str, str]]:
-    """Places and digests of what a rank has drawn before a window is over, but for what its steps draw."""
+def _drawn(rank: Rank, window: int, within: bool) -> list[tuple[str, str]]:
+    """Places and digests of what a rank has drawn before a window is over."""
     return [
         (draw["place"], draw["digest"])
         for draw in rank.of("draw")
-        if not draw["within"] and place_of_draw(draw)[0] <= window
+        if (within or not draw["within"]) and place_of_draw(draw)[0] <= window
     ]
 
 

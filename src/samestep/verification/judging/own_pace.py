@@ -13,9 +13,14 @@ from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, Finding
 from samestep.verification.journal import Event
+from samestep.verification.judging import rates
 from samestep.verification.judging.record import Record, place_of_draw
 from samestep.verification.report import Report
 
+CARRIED_APART = (
+    "Something beside the parameters has come apart: statistics that each rank gathers by itself, say, or the samples "
+    "that it goes on with"
+)
 _FEWEST = 2  # steps: the second one shows what the first has made
 _MANY = 8  # steps, where the end of the training is not reached
 _FIRST = 3  # steps: rounding makes more of later ones
@@ -28,7 +33,7 @@ def judge(record: Record, alone: Record, steps: list[Event], report: Report) -> 
     """Adds that the gradients of these steps, whose values were kept, are those of one process, or are so no more."""
     worst = worst_error(record, alone, steps)
     if worst is None:
-        report.add(() if record.is_averaged_within else _parted(record, alone, steps))
+        report.add(() if record.is_averaged_within else parted(record, alone, steps))
     else:
         compared = plural(len([*_pairs(alone, steps)]), "step")
         report.cover("gradients", AGREES, f"worst error {worst:.1e}, {compared} of one process that goes its own way")
@@ -64,17 +69,38 @@ def go_together(record: Record, alone: Record, until: int | None = None) -> bool
     """
     if not alone.ranks or record.is_cut:
         return False
-    events = alone.ranks[0].steps[:until]
-    if len(events) < min(record.steps, record.steps if until is None else until):
+    count = record.steps if until is None else min(until, record.steps)
+    if len(alone.ranks[0].steps) < count:
         return False
-    for place, other in enumerate(events[: record.steps]):
-        most = _NEAR if place < _FIRST else _FAR
-        for step in record.events_of_step(place):
-            if step["optimizer"] != other["optimizer"] or step["rates"] != other["rates"]:
-                return False
-            if not _have_norms(step["norms"], other["norms"], most):
-                return False
-    return True
+    return all(_is_taken(record, alone, place, _NEAR if place < _FIRST else _FAR) for place in range(count))
+
+
+def _is_taken(record: Record, alone: Record, place: int, most: float) -> bool:
+    """Whether one process takes a step of the ranks, by its rates and the norms of its gradients."""
+    other = alone.ranks[0].steps[place]
+    return all(
+        step["optimizer"] == other["optimizer"]
+        and step["rates"] == other["rates"]
+        and _have_norms(step["norms"], other["norms"], most)
+        for step in record.events_of_step(place)
+    )
+
+
+def sudden(record: Record, alone: Record) -> Event | None:
+    """Returns the first step that one process takes with other gradients, where it has taken all before as the ranks.
+
+    It is given as many samples in each of them; what rounding makes of steps grows slowly.
+    """
+    if not alone.ranks or record.is_cut or record.is_averaged_within:
+        return None
+    ours, theirs = (rates.samples_of_steps(ranks) for ranks in (record.data.ranks, alone.ranks[:1]))
+    for place, step in enumerate(record.ranks[0].steps[: min(record.steps, len(alone.ranks[0].steps))]):
+        if ours.get(step["window"], 0) != theirs.get(alone.ranks[0].steps[place]["window"], 0):
+            return None
+        if not _is_taken(record, alone, place, _NEAR):
+            is_far = alone.ranks[0].steps[place]["rates"] == step["rates"] and not _is_taken(record, alone, place, _FAR)
+            return step if place and is_far else None
+    return None
 
 
 def follows(record: Record, alone: Record) -> bool:
@@ -143,8 +169,8 @@ def parting(record: Record, alone: Record, steps: list[Event]) -> Parting | None
     return None
 
 
-def _parted(record: Record, alone: Record, steps: list[Event]) -> Iterator[Finding]:
-    """Whether the ranks begin with one process's gradients, and have others later, from the same parameters.
+def parted(record: Record, alone: Record, steps: list[Event]) -> Iterator[Finding]:
+    """Yields a finding if the ranks first have one process's gradients, and then others, from the same parameters.
 
     Both steps are of one optimizer, and the second draws at no other line than the first: noise that begins in between
     may be each rank's own.
@@ -161,8 +187,7 @@ def _parted(record: Record, alone: Record, steps: list[Event]) -> Iterator[Findi
             where=record.ranks[0].backward_of(step),
             cause=f"at step {before['event']} the ranks' gradients are those of one process that goes its own way, "
             f"and at step {step['event']}, from the same parameters, they are not: an error of {apart.whole:.1e} "
-            "of their norm. Something beside the parameters has come apart: statistics that each rank gathers by "
-            "itself, say, or the samples that it goes on with",
+            f"of their norm. {CARRIED_APART}",
             fix="compute what is carried from step to step, such as running statistics, over all ranks",
         )
 

@@ -248,13 +248,13 @@ def judge_scaled(record: Record, own_pace: Callable[[], Record], report: Report)
 
 def are_as_many(record: Record, alone: Record) -> bool:
     """Returns whether one process that goes its own way has as many samples in a step as all ranks together."""
-    ours, theirs = _sizes(record.data.ranks), _sizes(alone.ranks[:1])
+    ours, theirs = samples_of_steps(record.data.ranks), samples_of_steps(alone.ranks[:1])
     both = [(ours[window], theirs[window]) for window in ours if window in theirs]
     return bool(both) and all(mine == other for mine, other in both)
 
 
-def _sizes(ranks: Sequence[Rank]) -> dict[int, int]:
-    """Window -> how many samples are trained on in it: as DataLoaders yield them, else as models get them."""
+def samples_of_steps(ranks: Sequence[Rank]) -> dict[int, int]:
+    """Returns window -> how many samples are trained on in it: as DataLoaders yield them, else as models get them."""
     loaded: Counter[int] = Counter()
     given: Counter[int] = Counter()
     for rank in ranks:
