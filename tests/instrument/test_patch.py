@@ -244,8 +244,8 @@ def test_two_subscribers_hear_of_the_same_things(tmp_path: Path, capsys: pytest.
     torch.autograd.grad(model(torch.ones(1, 2)).sum(), [*model.parameters()])
     assert first.calls == second.calls
     assert first.calls == [
-        *("optimizer", ("mode", True), "torch.rand", "backward", "after backward", "clipping", "clip", "step"),
-        *("stepped", "scheduler", ("mode", False), "save", "load", "weights", "loss 1", "numpy.random.rand"),
+        *("optimizer", "schedule_made", ("mode", True), "torch.rand", "backward", "after backward", "clipping", "clip"),
+        *("step", "stepped", "scheduler", ("mode", False), "save", "load", "weights", "loss 1", "numpy.random.rand"),
         *("random.random", "grad"),
     ]
     assert capsys.readouterr().out == "loss 1\n"

@@ -73,6 +73,13 @@ def test_such_a_schedule_counts_the_batches_of_one_rank(length: int, severity: s
     assert [one.severity for one in found(ranks, moving_alone(0.8, 0.7, 0.6), own)] == [severity]
 
 
+@pytest.mark.parametrize(("times", "where"), [(1, "train.py:18"), (3, "train.py:31")])
+def test_a_schedule_that_moves_on_as_often_was_made_with_another_length(times: int, where: str) -> None:
+    made: Event = {"kind": "schedule_made", "where": "train.py:18"}
+    (finding,) = found([made, *moving(times, 0.8, 0.65, 0.4)], [made, *moving_alone(0.8, 0.7, 0.6)])
+    assert (finding.code, finding.where) == ("learning-rate-differs", where)
+
+
 def test_a_schedule_that_has_the_same_rates_at_the_same_steps_needs_no_explanation() -> None:
     """accelerate's examples plan `max_train_steps * num_processes`."""
     assert found(moving(2, 0.8, 0.6, 0.4), moving_alone(0.8, 0.6, 0.4)) == []

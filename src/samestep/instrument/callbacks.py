@@ -168,7 +168,7 @@ class Callbacks:
         """Called before the script writes a file in native code, which raises no audit event."""
 
     def on_event(self, kind: str, **fields: Any) -> None:
-        """Anything else: "mode", "scheduler", "clip", "scaler", "save", "save_together", "load"."""
+        """Anything else: "mode", "schedule_made", "scheduler", "clip", "scaler", "save", "save_together", "load"."""
 
 
 SUBSCRIBERS: list[Callbacks] = []  # in the order in which they have subscribed

@@ -136,7 +136,9 @@ def _patch_schedules(module: Any) -> None:
     def step(original: Any, *args: Any, **kwargs: Any) -> Any:
         frame = caller()
         with _outermost(nested) as is_outermost:
-            if is_outermost and frame.f_code.co_name not in {"__init__", "_initial_step"}:
+            if frame.f_code.co_name in {"__init__", "_initial_step"}:
+                notify("schedule_made", where=call_site(frame))
+            elif is_outermost:
                 schedule = args[0] if args else None
                 length = next((one for name in _LENGTHS if (one := getattr(schedule, name, None)) is not None), None)
                 notify("scheduler", where=call_site(frame), moved=getattr(schedule, "last_epoch", 0) + 1, length=length)

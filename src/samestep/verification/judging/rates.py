@@ -198,10 +198,19 @@ class Rates:
         return all(None in pair or abs(pair[0] - size * pair[1]) < size for pair in pairs)
 
     def _set_at(self, event: int) -> str | None:
-        """Where the rates of this step are set: by a schedule, or as the optimizer is made."""
-        made = self.record.ranks[0].of("optimizer")
-        moved = [one for one in self.record.ranks[0].of("scheduler") if one.get("event", 0) <= event]
-        return moved[-1]["where"] if moved and event else made[0]["where"] if made else None
+        """Where the rates of this step are set: as the optimizer is made, or by a schedule.
+
+        If the schedule has moved on as often as in one process, it was made with another length, or rate.
+        """
+        first = self.record.ranks[0]
+        made = first.of("optimizer")
+        moved = [one for one in first.of("scheduler") if one.get("event", 0) <= event]
+        if not (moved and event):
+            return made[0]["where"] if made else None
+        schedules = {one["where"] for one in first.of("schedule_made")}
+        times = schedule_steps(first).get(event, 0)
+        is_in_step = times <= event and times == schedule_steps(self.whole.rank).get(event)
+        return schedules.pop() if is_in_step and len(schedules) == 1 else moved[-1]["where"]
 
     def _finding(self, pair: _Pair, why: str, fix: str | None, severity: Severity = "error") -> Finding:
         return Finding(
