@@ -9,6 +9,7 @@ import pytest
 import torch
 from journals import Event, ended, passed, record, step, stepped
 
+from samestep.verification.failures import ended_alone
 from samestep.verification.findings import NOT_REACHED
 from samestep.verification.journal import value_path
 from samestep.verification.judging import evaluation, reached, samples, storage
@@ -17,7 +18,7 @@ from samestep.verification.judging.samples import _read_alone, passes
 from samestep.verification.recording.limit import Limit
 from samestep.verification.report import Report
 from samestep.verification.runs import Ended
-from samestep.verification.verify import _both, _goes_on, ended_alone
+from samestep.verification.verify import _both, _goes_on
 
 KEY = "train.py:10#1"
 

@@ -15,7 +15,7 @@ from journals import Event, call, record
 import samestep
 from samestep.launch.rank import failure
 from samestep.launch.rank.failure import death, lost_host
-from samestep.verification import machine, runner, verify
+from samestep.verification import failures, machine, runner
 from samestep.verification.files import Files
 from samestep.verification.judging.record import Run
 from samestep.verification.report import Report
@@ -187,7 +187,7 @@ def test_a_run_without_progress_is_a_hang_only_where_something_shows_what_is_wai
     recorded = Run(Ended(code=1, hung=True, failure=None, folder=tmp_path), record(waits, waits[:0]))
     alone = Run(Ended(code=0, hung=False, failure=None, folder=tmp_path), record([]))
     report = Report(ranks=2)
-    verify._blame(recorded, alone, lambda: alone, report)
+    failures.blame(recorded, alone, lambda: alone, report)
     assert [one.code for one in report.errors] == (["hang"] if is_known else [])
     assert ("may be too busy" in (report.inconclusive or "")) is not is_known
 
@@ -202,15 +202,15 @@ def test_what_fails_while_samples_are_loaded_is_tried_in_one_process(
     loaded: Event = {"kind": "batch", "key": "train.py:9#1", "number": 0, "training": True, "window": 0}
     recorded, report = Run(failed_run, record([loaded], [loaded])), Report(ranks=2)
     alone = Run(Ended(code=0, hung=False, failure=None, folder=tmp_path), record([]))
-    verify._blame(recorded, alone, lambda: recorded if fails else alone, report)
+    failures.blame(recorded, alone, lambda: recorded if fails else alone, report)
     assert [one.code for one in report.errors] == codes
     assert ("where it loads its samples itself" in (report.inconclusive or "")) is fails
 
 
 def test_a_rank_that_imports_waits_for_nothing() -> None:
-    assert verify._imports("train.py:4  from torch import nn")
-    assert not verify._imports("train.py:30  dist.barrier()")
-    assert not verify._imports("train.py:30")
+    assert failures._imports("train.py:4  from torch import nn")
+    assert not failures._imports("train.py:30  dist.barrier()")
+    assert not failures._imports("train.py:30")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import shutil
 import tempfile
 import traceback
@@ -15,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.launch.result import DIFFERENT_COLLECTIVES
 from samestep.text import plural
-from samestep.verification import claims, machine, numerics, restart, runs
+from samestep.verification import claims, locating, machine, numerics, restart, runs
+from samestep.verification.failures import blame, ended_alone, reason_of
 from samestep.verification.files import Files, written_folders
-from samestep.verification.findings import AGREES, DECISIVE, DECLARED, PROVED, Finding, unchecked
+from samestep.verification.findings import AGREES, DECISIVE, DECLARED, PROVED, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import (
     average,
@@ -42,16 +41,11 @@ from samestep.verification.judging import (
     storage,
     unloaded,
 )
-from samestep.verification.judging.causes import MOVED_APART, OUTSIDE, UNREACHED
 from samestep.verification.judging.in_step import InStep
-from samestep.verification.judging.lines import Lines
 from samestep.verification.judging.others import Others
-from samestep.verification.judging.own_data import OWN_PART
-from samestep.verification.judging.own_pace import CARRIED_APART, follows, parted, sudden
-from samestep.verification.judging.paths import Paths
+from samestep.verification.judging.own_pace import follows, parted, sudden
 from samestep.verification.judging.record import Record, Run
 from samestep.verification.judging.reference import Comparison
-from samestep.verification.judging.sources import Sources
 from samestep.verification.judging.updates import Updates
 from samestep.verification.recording.limit import LONGER, PASSES, SMALL, STEPS
 from samestep.verification.report import Report, is_open
@@ -60,19 +54,10 @@ from samestep.verification.runner import Runner, Say, fork_server_for, gpus_of_o
 __all__ = ["verify"]
 
 NO_STEP = "no optimizer of torch.optim has stepped, and no parameter was changed in place behind a backward pass"
-_LOCATED = {"gradient-scale", "gradient-differs", "update-differs", "evaluation-inexact"}  # by the lines that make them
-_DECIDED = {"steps-differ", "learning-rate-differs", "parameters-diverged", "gradients-not-synchronised"}  # by numbers
-_OF_SAMPLES = {"samples-repeated", "samples-missing", "datasets-differ", "batches-differ"}
 _OF_STEPS = {"gradient-scale", "gradient-differs", "update-differs", "learning-rate-differs", "steps-differ"}
 _OF_TRAINING = ("initial_state", "gradients", "updates", "parameters", "data", "control")  # what decides, of steps
 _LAST = 2  # steps that are compared where one process parts from the ranks
-_MOST_TRACED = 2  # evaluations whose lines are looked at
 _MORE = 16  # times as many steps, where one rank takes all of them by itself
-_NOTHING_WAITS = (
-    "no rank has made progress for so long that the run was ended, and none waits for anything that was seen: the "
-    "machine may be too busy; allow more with --timeout"
-)
-AS_MANY = "let every rank come by every collective, as often as the others: samestep.shards gives all as many batches"
 
 
 def verify(
@@ -189,13 +174,6 @@ def _without_own_training(runner: Runner, steps: int, record: Record) -> tuple[R
     return recorded, whole, [what, *reached.remarks(recorded.record)]
 
 
-def ended_alone(recorded: Run) -> int | None:
-    """Returns a rank whose recording has ended while others waited for it: it trains a model by itself, say."""
-    over = [(rank.number, rank.ended is not None and rank.ended["enough"]) for rank in recorded.record.ranks]
-    first = next((number for number, is_over in over if is_over), None)
-    return first if recorded.has_failed and not all(is_over for _, is_over in over) else None
-
-
 def _both(runner: Runner, steps: int, passes: int, name: str, *, keep_all: bool = False) -> tuple[Run, Run | None]:
     recorded = runner.first(steps, passes, keep_all=keep_all)
     is_default = bool(passes) and steps == STEPS
@@ -276,17 +254,18 @@ def _verified(runner: Runner, steps: int) -> Report:
                 _judge_own_pace(record, own_pace(), report)
                 _judge_sudden(runner, record, own_pace(), report)
     if recorded.has_failed:
-        _blame(recorded, whole, run_at_own_pace, report)
+        blame(recorded, whole, run_at_own_pace, report)
     elif whole.has_failed:
         fault = machine.recorder_fault(whole.ended)
-        report.inconclusive = fault or f"alone, with the samples of all ranks, the script fails: {_reason(whole.ended)}"
+        fails = f"alone, with the samples of all ranks, the script fails: {reason_of(whole.ended)}"
+        report.inconclusive = fault or fails
     with leaving_open(report):
         claims.judge(runner, record, report)
     if not recorded.has_failed:
         with leaving_open(report):
             restart.judge(runner, record, {"steps": steps, "passes": PASSES}, report)
     if foreign is None and not recorded.has_failed:
-        for locate in (_locate_lines, _locate_decisions, _locate_sources, _locate_samples):
+        for locate in (locating.by_lines, locating.by_decisions, locating.by_sources, locating.by_samples):
             with leaving_open(report):
                 locate(runner, record, steps, report)
     report.conclude()
@@ -294,99 +273,6 @@ def _verified(runner: Runner, steps: int) -> Report:
         recorded.ended, report, [one["path"] for rank in record.ranks for one in rank.of("load")]
     )
     return report
-
-
-def _locate_lines(runner: Runner, record: Record, steps: int, report: Report) -> None:
-    """Looks for the lines that make the errors, by what they compute on the ranks and in one process."""
-    if record.is_averaged_within or any(rank.of("hook", "compressed") for rank in record.ranks):
-        return
-    found_here = [one for one in report.errors if one.code in _LOCATED and not one.cause.endswith(CARRIED_APART)]
-    wanted = {one.property: one for one in reversed(found_here)}
-    for name, found in wanted.items():
-        if name == "evaluation":
-            trace, until = {"evaluations": _MOST_TRACED}, {"steps": steps, "passes": PASSES}
-        elif found.step is not None and found.step < record.steps:
-            window = record.ranks[0].steps[found.step]["window"]
-            trace, until = {"window": window}, {"steps": found.step + 1}
-            trace |= {} if samples.are_loaded(record) else {"unloaded": True}
-        else:
-            continue
-        ranks = runner.recorded(f"lines of {name} on {record.size} ranks", record.size, trace=trace, **until)
-        alone = runner.alone(f"lines of {name}", ranks.record, trace=trace)
-        report.relocate(found, Lines(ranks.record, alone).located(found))
-
-
-def _locate_decisions(runner: Runner, record: Record, steps: int, report: Report) -> None:
-    """Looks for the numbers by which ranks, or the ranks and one process, decide otherwise."""
-    wanted = [
-        one
-        for one in report.errors
-        if (one.code in _DECIDED and not one.cause.endswith(MOVED_APART)) or one.cause.endswith(storage.OWN_NUMBER)
-    ]
-    if not wanted:
-        return
-    how: dict[str, Any] = {"steps": steps, "passes": PASSES, "trace": {"path": True}}
-    ranks = runner.recorded(f"decisions of {record.size} ranks", record.size, **how).record
-    between = {one.of: one for one in Paths.of_ranks(ranks)}
-    with_one = functools.cache(
-        lambda: Paths.with_one_process(ranks, runner.alone("decisions", ranks, trace={"path": True}).record)
-    )
-    for found in wanted:
-        paths = between.get(f"rank {found.rank}")
-        if found.rank is None:
-            paths = with_one()
-        until = None
-        if found.code in {"parameters-diverged", "gradients-not-synchronised"} and found.property != "evaluation":
-            until = record.ranks[0].steps[min(found.step or 0, record.steps - 1)]["window"] + 1
-        is_unknown = found.cause.endswith(UNREACHED)
-        if paths is not None and (found.code != "gradients-not-synchronised" or is_unknown or paths.part_for_good):
-            report.relocate(found, paths.located(found, until))
-
-
-def _locate_sources(runner: Runner, record: Record, steps: int, report: Report) -> None:
-    """Looks for draws, hashes and writes by which ranks begin to differ."""
-    known = (OWN_PART, samples.CHOSEN)  # by one process at its own pace
-    of_samples = [
-        one for one in report.errors if one.code in _OF_SAMPLES and all(words not in one.cause for words in known)
-    ]
-    of_parameters = [one for one in report.errors if one.cause.endswith(OUTSIDE)]
-    of_initial = [
-        one
-        for one in report.errors
-        if one.code == "initial-state-differs"
-        and not (record.has_no_group or one.cause.endswith((shards.OWN_MODEL, OWN_PART)))
-    ]
-    if not (of_samples or of_parameters or of_initial):
-        return
-    how: dict[str, Any] = {"steps": steps, "passes": PASSES, "trace": {"sources": True}}
-    ranks = runner.recorded(f"draws, hashes and writes of {record.size} ranks", record.size, **how).record
-    again = Report(ranks=record.size)
-    samples.judge(ranks, again)
-    sources = Sources(ranks, are_alike=runner.fork_server is not None)
-    is_found = any(one.code in _OF_SAMPLES for one in again.errors) or not samples.are_loaded(ranks)
-    for found in of_samples:
-        report.relocate(found, sources.of_samples(found, still_found=is_found))
-    for found in of_parameters:
-        report.relocate(found, sources.of_parameters(found))
-    for found in of_initial:
-        report.relocate(found, sources.of_initial(found))
-
-
-def _locate_samples(runner: Runner, record: Record, steps: int, report: Report) -> None:
-    """Looks for the line that makes, or chooses, other samples than one process does, or carries on other values."""
-    del steps
-    first = record.ranks[0]
-    for found in report.errors:
-        step = first.steps[found.step] if found.step is not None and found.step < record.steps else None
-        by_own_pace = found.cause.endswith((OWN_PART, CARRIED_APART))
-        is_unloaded = found.code in _OF_SAMPLES and not samples.are_loaded(record)
-        if step is None or not (by_own_pace or (is_unloaded and found.where == first.backward_of(step))):
-            continue  # or a better line is known
-        how = {"steps": step["event"] + 1, "trace": {"window": step["window"], "samples": True}}
-        ranks = runner.recorded(f"samples of {record.size} ranks", record.size, **how).record
-        alone = runner.recorded("samples of one process", 1, **how)
-        report.relocate(found, Lines(ranks, alone).located(found, of_samples=True))
-        return
 
 
 @contextmanager
@@ -433,7 +319,8 @@ def _judge_own_pace(record: Record, alone: Record, report: Report) -> None:
     accusing = [
         one
         for one in report.errors
-        if one.code in _OF_STEPS or (one.property == "data" and one.code in _OF_SAMPLES and not record.is_cut_short)
+        if one.code in _OF_STEPS
+        or (one.property == "data" and one.code in locating.OF_SAMPLES and not record.is_cut_short)
     ]
     if (open_ones or accusing) and follows(record, alone):
         margin = f"{plural(record.steps, 'step')} of one process at its own pace"
@@ -469,86 +356,6 @@ def _conclude_on_data(record: Record, whole: Record, own_pace: Callable[[], Reco
     elif not (compared or samples.are_loaded(record)):
         found = unloaded.left_out_of_one_batch(record, whole) or unloaded.other_rows(record, own_pace())
         report.add([] if found is None else [found])
-
-
-def _imports(position: str) -> bool:
-    """Whether a rank stands at an import: a busy machine reads the files of torch, or its libraries, for long."""
-    return position.partition("  ")[2].startswith(("import ", "from "))
-
-
-def _blame(recorded: Run, whole: Run, run_at_own_pace: Callable[[], Run], report: Report) -> None:
-    """Says what a run that ended badly was: a difference, unless it ends so alone too, or the machine did it."""
-    ended, record, alone = recorded.ended, recorded.record, whole.ended
-    if (rank := ended_alone(recorded)) is not None:
-        report.inconclusive = f"rank {rank} takes steps by itself, while others wait for it; ask for more with --steps"
-        return
-    if (fault := machine.recorder_fault(ended) or machine.recorder_fault(alone)) is not None:
-        report.inconclusive = fault
-        return
-    if whole.has_failed:
-        where = f", at {alone.failure['where']}" if alone.failure and alone.failure.get("where") else ""
-        report.inconclusive = f"the script fails alone too{where}: {_reason(alone)}"
-        return
-    if (why := None if ended.hung else machine.to_blame(ended)) is not None:
-        report.inconclusive = why
-        return
-    if not ended.hung and samples.are_loaded(record):  # one process was given the ranks' samples, and has loaded none
-        again = run_at_own_pace()
-        if again.has_failed and _reason(again.ended) == _reason(ended):
-            report.inconclusive = f"the script fails alone too, where it loads its samples itself: {_reason(ended)}"
-            return
-    found = communication.stuck(record) if ended.hung else _crash(ended, record)
-    is_known = found.where is not None or found.rank is not None
-    if ended.hung and not is_known and all(map(_imports, runs.stack_positions(ended.folder).values())):
-        report.inconclusive = _NOTHING_WAITS
-        return
-    report.add([found])
-    report.cover("communication", unchecked("the run broke off, and what came behind was not seen"))
-
-
-def _reason(ended: runs.Ended) -> str:
-    if ended.hung:
-        return "no rank makes progress"
-    failure = ended.failure
-    if failure is None:
-        return ended.tail(1)
-    said = re.search(r"its last line: (.+)", ended.tail())  # of a rank that has ended itself the launcher quotes it
-    if failure["exception"] == "SystemExit" and said:
-        return f"exit code {ended.code}: {said[1]}"
-    return f"{failure['exception']}: {failure['message'][:300]}"
-
-
-def _crash(ended: runs.Ended, record: Record) -> Finding:
-    failure = ended.failure or {}
-    if str(failure.get("message", "")).startswith(DIFFERENT_COLLECTIVES):
-        return _unlike(ended, failure)
-    busy = communication.waited_for(record, failure.get("rank"), failure.get("where"))
-    return Finding(
-        code="crash",
-        rank=failure.get("rank"),
-        where=busy[0] if busy else failure.get("where") or _where_others_waited(failure),
-        cause=f"{_reason(ended)}{busy[1] if busy else ''}; alone, the script ends well",
-        fix=AS_MANY if failure.get("exception") == "EarlyExit" else None,
-    )
-
-
-def _unlike(ended: runs.Ended, failure: dict[str, Any]) -> Finding:
-    stood = [f"rank {rank} in {place}" for rank, place in sorted(runs.failure_positions(ended.folder).items())]
-    where = f" ({'; '.join(stood)})" if stood else ""
-    return Finding(
-        code="collective-mismatch",
-        rank=failure.get("rank"),
-        where=failure.get("where"),
-        cause=f"{DIFFERENT_COLLECTIVES} when the run broke off{where}: one has more batches, or calls, than another, "
-        "or tensors of another size; alone, the script ends well",
-        fix=AS_MANY,
-    )
-
-
-def _where_others_waited(failure: dict[str, Any]) -> str | None:
-    """The line at which the launcher saw another rank wait for the one that has gone."""
-    found = re.search(r"rank \d+ at (\S+:\d+)", str(failure.get("message", "")))
-    return found[1] if found else None
 
 
 def _remarks(ended: runs.Ended, report: Report, loaded: Sequence[str] = ()) -> list[str]:

@@ -210,7 +210,8 @@ class Rates:
         schedules = {one["where"] for one in first.of("schedule_made")}
         times = schedule_steps(first).get(event, 0)
         is_in_step = times <= event and times == schedule_steps(self.whole.rank).get(event)
-        return schedules.pop() if is_in_step and len(schedules) == 1 else moved[-1]["where"]
+        where: str = schedules.pop() if is_in_step and len(schedules) == 1 else moved[-1]["where"]
+        return where
 
     def _finding(self, pair: _Pair, why: str, fix: str | None, severity: Severity = "error") -> Finding:
         return Finding(
