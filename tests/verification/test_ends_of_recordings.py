@@ -13,8 +13,9 @@ from samestep.verification.failures import ended_alone
 from samestep.verification.findings import NOT_REACHED
 from samestep.verification.journal import value_path
 from samestep.verification.judging import evaluation, reached, samples, storage
+from samestep.verification.judging.passes import passes
 from samestep.verification.judging.record import Rank, Record, Run
-from samestep.verification.judging.samples import _read_alone, passes
+from samestep.verification.judging.samples import _read_alone
 from samestep.verification.recording.limit import Limit
 from samestep.verification.report import Report
 from samestep.verification.runs import Ended

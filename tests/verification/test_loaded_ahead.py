@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from journals import Event, passed, record
 
+from samestep.verification.judging.passes import passes
 from samestep.verification.judging.record import settled
-from samestep.verification.judging.samples import passes
 
 BACKWARD = "backward"
 BEGIN, END = (

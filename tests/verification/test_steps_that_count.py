@@ -87,12 +87,14 @@ def test_a_step_by_which_torch_prepares_an_optimizer_s_state_is_none_of_the_scri
     assert report.errors == []
 
 
-@pytest.mark.parametrize(("factor", "verdict"), [("", "same"), (" * world", "inconclusive")])
-def test_what_own_code_steps_beside_an_optimizer_is_compared(tmp_path: Path, factor: str, verdict: str) -> None:
-    """A multiple may be a rate that is scaled with the ranks, which nothing tells."""
+@pytest.mark.parametrize(("factor", "found"), [("", []), (" * world", [("update-differs", "0.weight", 2.0)])])
+def test_what_own_code_steps_beside_an_optimizer_is_compared(
+    tmp_path: Path, factor: str, found: list[tuple[str, str, float]]
+) -> None:
+    """Its rate is scaled with the ranks, and the batch of all of them is that of one process."""
     report = samestep.verify(script(tmp_path, BESIDE.replace("{}", factor)))
-    assert (report.errors, report.verdict) == ([], verdict)
-    assert verdict == "same" or "steps 0.weight, beside an optimizer" in report.coverage["updates"]
+    assert [(one.code, one.tensor, one.factor) for one in report.errors] == found
+    assert report.verdict == ("different" if found else "same")
 
 
 def test_a_search_without_a_backward_pass_is_not_judged_from_what_it_has_tried(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from samestep.launch.result import DIFFERENT_COLLECTIVES
 from samestep.verification import machine, runs
 from samestep.verification.findings import Finding, unchecked
-from samestep.verification.judging import communication, samples
+from samestep.verification.judging import communication
+from samestep.verification.judging.passes import are_loaded
 from samestep.verification.judging.record import Record, Run
 from samestep.verification.report import Report
 
@@ -48,7 +49,7 @@ def blame(recorded: Run, whole: Run, run_at_own_pace: Callable[[], Run], report:
     if (why := None if ended.hung else machine.to_blame(ended)) is not None:
         report.inconclusive = why
         return
-    if not ended.hung and samples.are_loaded(record):  # one process was given the ranks' samples, and has loaded none
+    if not ended.hung and are_loaded(record):  # one process was given the ranks' samples, and has loaded none
         again = run_at_own_pace()
         if again.has_failed and reason_of(again.ended) == reason_of(ended):
             report.inconclusive = f"the script fails alone too, where it loads its samples itself: {reason_of(ended)}"

@@ -10,6 +10,7 @@ from samestep.verification.judging.causes import MOVED_APART, OUTSIDE, UNREACHED
 from samestep.verification.judging.lines import Lines
 from samestep.verification.judging.own_data import OWN_PART
 from samestep.verification.judging.own_pace import CARRIED_APART
+from samestep.verification.judging.passes import are_loaded
 from samestep.verification.judging.paths import Paths
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.sources import Sources
@@ -35,7 +36,7 @@ def by_lines(runner: Runner, record: Record, steps: int, report: Report) -> None
         elif found.step is not None and found.step < record.steps:
             window = record.ranks[0].steps[found.step]["window"]
             trace, until = {"window": window}, {"steps": found.step + 1}
-            trace |= {} if samples.are_loaded(record) else {"unloaded": True}
+            trace |= {} if are_loaded(record) else {"unloaded": True}
         else:
             continue
         ranks = runner.recorded(f"lines of {name} on {record.size} ranks", record.size, trace=trace, **until)
@@ -90,7 +91,7 @@ def by_sources(runner: Runner, record: Record, steps: int, report: Report) -> No
     again = Report(ranks=record.size)
     samples.judge(ranks, again)
     sources = Sources(ranks, are_alike=runner.fork_server is not None)
-    is_found = any(one.code in OF_SAMPLES for one in again.errors) or not samples.are_loaded(ranks)
+    is_found = any(one.code in OF_SAMPLES for one in again.errors) or not are_loaded(ranks)
     for found in of_samples:
         report.relocate(found, sources.of_samples(found, still_found=is_found))
     for found in of_parameters:
@@ -106,7 +107,7 @@ def by_samples(runner: Runner, record: Record, steps: int, report: Report) -> No
     for found in report.errors:
         step = first.steps[found.step] if found.step is not None and found.step < record.steps else None
         by_own_pace = found.cause.endswith((OWN_PART, CARRIED_APART))
-        is_unloaded = found.code in OF_SAMPLES and not samples.are_loaded(record)
+        is_unloaded = found.code in OF_SAMPLES and not are_loaded(record)
         if step is None or not (by_own_pace or (is_unloaded and found.where == first.backward_of(step))):
             continue  # or a better line is known
         how = {"steps": step["event"] + 1, "trace": {"window": step["window"], "samples": True}}

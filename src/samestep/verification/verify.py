@@ -44,6 +44,7 @@ from samestep.verification.judging import (
 from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.own_pace import follows, parted, sudden
+from samestep.verification.judging.passes import are_loaded
 from samestep.verification.judging.record import Record, Run
 from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.updates import Updates
@@ -199,7 +200,7 @@ def _goes_on(record: Record) -> bool:
     """Whether what a script does behind these steps would be seen in more: it has no pass to end, and a small model."""
     numbers = [start.get("numbers", 0) for rank in record.ranks for start in rank.of("start")[:1]]
     is_small = 0 < max(numbers, default=0) <= SMALL
-    return is_small and record.is_cut_short and not samples.are_loaded(record)
+    return is_small and record.is_cut_short and not are_loaded(record)
 
 
 def _verified(runner: Runner, steps: int) -> Report:
@@ -349,11 +350,11 @@ def _conclude_on_data(record: Record, whole: Record, own_pace: Callable[[], Reco
         unloaded.judge(record, whole, own_pace, report)
         return
     compared = report.coverage.get("gradients") in {AGREES, DECLARED}
-    if compared and not samples.are_loaded(record):
+    if compared and not are_loaded(record):
         noted = any(finding.property == "data" for finding in report.findings)
         why = "the gradients of the compared steps are those of one process's batches"
         report.cover("data", DECLARED if noted else AGREES, why)
-    elif not (compared or samples.are_loaded(record)):
+    elif not (compared or are_loaded(record)):
         found = unloaded.left_out_of_one_batch(record, whole) or unloaded.other_rows(record, own_pace())
         report.add([] if found is None else [found])
 

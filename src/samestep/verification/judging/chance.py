@@ -7,8 +7,8 @@ from math import prod
 
 from samestep.verification.findings import PROVED, Finding, unchecked
 from samestep.verification.journal import Event
+from samestep.verification.judging.passes import are_loaded
 from samestep.verification.judging.record import Rank, Record, Run, beside_first, line_of, pass_of, place_of_draw
-from samestep.verification.judging.samples import are_loaded
 from samestep.verification.report import Report
 
 _NOISE = {f"torch.{name}" for name in ("rand", "randn", "normal", "bernoulli", "rand_like", "randn_like")}

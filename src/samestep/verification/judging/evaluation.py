@@ -29,6 +29,7 @@ from samestep.verification.findings import (
 )
 from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.outcomes import Outcome, Place, outcomes
+from samestep.verification.judging.passes import Pass, are_loaded, loads_for_all, passes
 from samestep.verification.judging.printed import Alike, Difference, metrics_alike, numbers_of
 from samestep.verification.judging.record import (
     Rank,
@@ -41,7 +42,7 @@ from samestep.verification.judging.record import (
     part_at,
     pass_of,
 )
-from samestep.verification.judging.samples import Pass, are_loaded, fills_up, loads_for_all, mean_the_same, passes
+from samestep.verification.judging.samples import fills_up, mean_the_same
 from samestep.verification.judging.states import differing, differing_ranks
 from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.report import Report

@@ -13,9 +13,9 @@ from functools import cached_property
 from samestep.text import plural
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
+from samestep.verification.judging.passes import are_loaded, passes
 from samestep.verification.judging.record import Rank, Record, Run, model_inputs, place_of_draw
 from samestep.verification.judging.resumed import resumed
-from samestep.verification.judging.samples import are_loaded, passes
 
 _TOGETHER = "let the decision depend on what all ranks know: reduce it"
 

@@ -87,7 +87,12 @@ def _followed(record: Record, whole: Run, own_pace: Callable[[], Record], report
         all_ours, all_right = torch.cat([one[1] for one in added]), torch.cat([one[2] for one in added])
         stepped = [one for one in added if one[0].startswith(TRAINED)]
         if stepped and float((all_ours - all_right).norm()) > _OF_A_STEP * float(all_right.norm()):
-            report.cover("updates", unchecked(_BY_OWN_CODE.format(stepped[0][0].rpartition(": ")[2])))
+            name = stepped[0][0].rpartition(": ")[2]
+            share = numerics.fit(all_ours, [all_right]).factors[0]
+            if share and rates.are_as_many(record, own_pace()):
+                yield _stepped_otherwise(record, event["window"] - 1, name, share)
+                return
+            report.cover("updates", unchecked(_BY_OWN_CODE.format(name)))
         if all_ours.numel() < _FEWEST:
             continue
         fitted = numerics.fit(all_ours, [all_right])
@@ -166,6 +171,20 @@ def _slower(record: Record, window: int, name: str, share: float) -> Finding:
         "steps have as many samples as those of all ranks: an average of the weights that counts the samples of one "
         "rank, say",
         fix="let its decay, or its half-life, count the samples of all ranks",
+    )
+
+
+def _stepped_otherwise(record: Record, window: int, name: str, share: float) -> Finding:
+    step = next(iter(record.ranks[0].in_window(window, "step")), None)
+    return Finding(
+        code="update-differs",
+        step=window if step is None else step["event"],
+        tensor=name,
+        factor=round(share, 4),
+        where=None if step is None else step["where"],
+        cause=f"the script's own code steps {name}, which no optimizer holds, {share:.3g} times as far as in one "
+        "process, whose steps have as many samples as those of all ranks",
+        fix="let the rate of this code be that of one process: the batch of all ranks is not larger",
     )
 
 

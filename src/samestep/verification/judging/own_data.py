@@ -17,8 +17,8 @@ from samestep.verification import numerics
 from samestep.verification.findings import REFUTED, Finding
 from samestep.verification.journal import Event
 from samestep.verification.judging import own_pace, rates
+from samestep.verification.judging.passes import Pass, passes, together
 from samestep.verification.judging.record import Rank, Record, place_of_draw
-from samestep.verification.judging.samples import Pass, passes, together
 from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.recording.rows import rowed
 from samestep.verification.report import Report

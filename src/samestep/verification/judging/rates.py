@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from samestep.text import plural
 from samestep.verification.findings import AGREES, Finding, Severity
 from samestep.verification.journal import Event
+from samestep.verification.judging.passes import passes
 from samestep.verification.judging.record import Rank, Record, Run, calls_in
-from samestep.verification.judging.samples import passes
 from samestep.verification.report import Report
 
 _SAME = 1e-3  # of a rate

@@ -17,9 +17,9 @@ from samestep.verification.judging import local_steps as local
 from samestep.verification.judging.explanations import Explanations, has_local_norms
 from samestep.verification.judging.in_step import InStep, chance_of
 from samestep.verification.judging.others import Others
+from samestep.verification.judging.passes import are_loaded, loads_for_all
 from samestep.verification.judging.rates import Rates
 from samestep.verification.judging.record import BY_THEMSELVES, Record, Run, model_inputs, place_of_draw
-from samestep.verification.judging.samples import are_loaded, loads_for_all
 from samestep.verification.judging.states import averaged_behind, local_steps
 from samestep.verification.report import Report, is_open
 

@@ -22,8 +22,8 @@ from samestep.launch.rank.observers import RankContext
 from samestep.rankenv import variable
 from samestep.runtime.digest import digest
 from samestep.verification.journal import Event
+from samestep.verification.judging.passes import cut_after_loading, passes
 from samestep.verification.judging.record import Rank, Record, read
-from samestep.verification.judging.samples import cut_after_loading, passes
 from samestep.verification.recording.chance import are_whole, as_tensor, begins_parameters, joined_draws
 from samestep.verification.recording.naming import trained_of
 from samestep.verification.recording.optimizers import digests, norms_of, rates_of, state_of, uncut
