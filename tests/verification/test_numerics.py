@@ -39,6 +39,11 @@ def test_a_missing_gradient_counts_as_zeros() -> None:
     assert distance({"bias": None}, {"bias": None}).worst == 0.0
 
 
+def test_a_tensor_of_another_size_is_infinitely_far() -> None:
+    apart = distance({**gradients(), "bias": torch.ones(3)}, gradients())
+    assert (apart.tensor, apart.worst, apart.whole) == ("bias", math.inf, math.inf)
+
+
 def test_what_is_not_finite_is_infinitely_far() -> None:
     mine = gradients()
     mine["weight"][0, 0] = math.nan

@@ -42,12 +42,17 @@ class Distance:
 
 
 def distance(these: Gradients, reference: Gradients) -> Distance:
-    """Returns how far `these` are from the `reference`; a gradient that only one of them has counts as zeros."""
+    """Returns how far `these` are from the `reference`; a gradient that only one of them has counts as zeros.
+
+    Tensors of other sizes are infinitely far apart.
+    """
     pairs = {name: _pair(these.get(name), reference.get(name)) for name in _names(these, reference)}
     norms = {name: float(other.norm()) for name, (_, other) in pairs.items()}
     whole = math.sqrt(sum(norm * norm for norm in norms.values()))
     numbers = sum(other.numel() for _, other in pairs.values()) or 1
-    errors = {name: float((one - other).norm()) for name, (one, other) in pairs.items()}
+    errors = {
+        name: float((one - other).norm()) if len(one) == len(other) else math.inf for name, (one, other) in pairs.items()
+    }
     total = math.sqrt(sum(error * error for error in errors.values())) / max(whole, 1e-300)
     relative = {}
     for name, (_, other) in pairs.items():
