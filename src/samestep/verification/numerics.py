@@ -51,7 +51,8 @@ def distance(these: Gradients, reference: Gradients) -> Distance:
     whole = math.sqrt(sum(norm * norm for norm in norms.values()))
     numbers = sum(other.numel() for _, other in pairs.values()) or 1
     errors = {
-        name: float((one - other).norm()) if len(one) == len(other) else math.inf for name, (one, other) in pairs.items()
+        name: float((one - other).norm()) if len(one) == len(other) else math.inf
+        for name, (one, other) in pairs.items()
     }
     total = math.sqrt(sum(error * error for error in errors.values())) / max(whole, 1e-300)
     relative = {}

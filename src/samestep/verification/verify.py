@@ -317,18 +317,25 @@ def _judge_own_pace(record: Record, alone: Record, report: Report) -> None:
     if not report.errors:
         own_data.judge(record, alone, report)
     open_ones = [name for name in _OF_TRAINING if is_open(report, name)]
+    of_samples = set() if record.is_cut_short else locating.OF_SAMPLES
     accusing = [
-        one
-        for one in report.errors
-        if one.code in _OF_STEPS
-        or (one.property == "data" and one.code in locating.OF_SAMPLES and not record.is_cut_short)
+        one for one in report.errors if one.code in _OF_STEPS or (one.property == "data" and one.code in of_samples)
     ]
-    if (open_ones or accusing) and follows(record, alone):
-        margin = f"{plural(record.steps, 'step')} of one process at its own pace"
-        for found in accusing:
-            report.withdraw(found, AGREES, margin)
-        for name in open_ones:
-            report.cover(name, AGREES, margin)
+    of_evaluation = [one for one in report.errors if one.code == "evaluation-inexact"]
+    is_evaluated_open = "evaluation" in report.undecided
+    if not (open_ones or accusing or of_evaluation or is_evaluated_open) or not follows(record, alone):
+        return
+    margin = f"{plural(record.steps, 'step')} of one process at its own pace"
+    if of_evaluation or is_evaluated_open:
+        again = Report(ranks=record.size)
+        evaluation.judge(record, alone, again)
+        if again.coverage.get("evaluation") == AGREES:
+            accusing += of_evaluation
+            report.cover("evaluation", AGREES, margin)
+    for found in accusing:
+        report.withdraw(found, AGREES, margin)
+    for name in open_ones:
+        report.cover(name, AGREES, margin)
 
 
 def _judge_sudden(runner: Runner, record: Record, alone: Record, report: Report) -> None:
