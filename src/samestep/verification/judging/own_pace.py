@@ -107,13 +107,22 @@ def follows(record: Record, alone: Record) -> bool:
     """Returns whether one process is seen to train as the ranks do, from the first step to the last that is recorded.
 
     It begins with the same parameters, has their gradients in the first steps, and the norms of these, and the rates,
-    in all; and it ends with them, where they end.
+    in all; and it ends with them, where they end. Where a step averages gradients itself, what it does to the
+    parameters tells instead, in all steps whose values were kept.
     """
-    if record.is_averaged_within or not go_together(record, alone):
+    if not alone.ranks:
         return False
-    is_end_seen = len(alone.ranks[0].steps) == record.steps if not record.is_cut_short else record.steps >= _MANY
-    first = [step for step in record.kept_steps if step["event"] < _FIRST]
-    return is_end_seen and worst_error(record, alone, first) is not None
+    others = alone.ranks[0].steps
+    if len(others) != record.steps if not record.is_cut_short else not _MANY <= record.steps <= len(others):
+        return False
+    kept = [step for step in record.kept_steps if record.is_averaged_within or step["event"] < _FIRST]
+    if record.is_averaged_within:
+        is_together = all(
+            step["rates"] == other["rates"] for step, other in zip(record.ranks[0].steps, others, strict=False)
+        )
+    else:
+        is_together = go_together(record, alone)
+    return is_together and worst_error(record, alone, kept) is not None
 
 
 def _have_norms(mine: dict[str, float], theirs: dict[str, float], most: float) -> bool:
