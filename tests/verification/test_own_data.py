@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from samestep.verification.judging import own_data
 from samestep.verification.judging.own_pace import follows, go_together, sudden
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.report import Report
+from samestep.verification.runner import Runner
 from samestep.verification.verify import _judge_own_pace
 
 ROWS = torch.arange(32, dtype=torch.float64).reshape(16, 2) ** 2
@@ -186,7 +187,7 @@ def test_what_one_process_at_its_own_pace_has_too_is_no_error(tmp_path: Path) ->
     report = Report(ranks=2, steps=4)
     codes = ("gradient-scale", "samples-missing", "parameters-diverged", "same-order-every-epoch")
     report.add(Finding(code=code, cause="…") for code in codes)
-    _judge_own_pace(ranks, alone, report)
+    _judge_own_pace(cast("Runner", None), ranks, alone, report)
     assert [one.code for one in report.errors] == ["parameters-diverged", "same-order-every-epoch"]
     assert report.coverage["gradients"] == report.coverage["updates"] == AGREES
     assert report.coverage["data"] != AGREES

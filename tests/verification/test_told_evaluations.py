@@ -177,6 +177,23 @@ def test_a_printed_metric_is_as_exact_as_its_last_digit(mine: str, theirs: str, 
     assert (metrics_alike([ranks], alone).different is not None) == differ
 
 
+@pytest.mark.parametrize(
+    ("text", "mine", "theirs", "differ"),
+    [
+        ("accuracy, loads so far: {}", "0.320000 0.302543 0.295848", "0.320000 0.294020 0.280191", True),
+        ("error after each month {}", "0.0569, 0.0649", "0.0569, 0.0690", True),
+        ("accuracy {}", "0.3200 0.2940", "0.3200 0.2940", False),
+        ("test accuracy 0.9100 loss {}", "0.4127", "0.4098", False),  # of a rank's own samples
+        ("accuracy 0.9100 {}", "0.51s", "0.73s", False),
+    ],
+)
+def test_several_numbers_behind_one_name_are_compared(text: str, mine: str, theirs: str, *, differ: bool) -> None:
+    place = ("1.1", "train.py:50", "accuracy##", 1)
+    line = {"kind": "printed", "phase": 1, "where": "train.py:50", "drew": None}
+    ranks, alone = ({place: {**line, "text": text.format(numbers)}} for numbers in (mine, theirs))
+    assert (metrics_alike([ranks], alone).different is not None) == differ
+
+
 def test_a_mean_of_the_ranks_is_not_divided_again() -> None:
     assert "the mean of the ranks' values is 1.3, and one process has 1.2" in (
         evaluation._inexact("train.py:9", 1.3, 1.2, 2, "AVG").cause

@@ -252,7 +252,7 @@ def _verified(runner: Runner, steps: int) -> Report:
             _compare(runner, record, whole, own_pace, report)
             _compare_later(runner, record, whole, own_pace, report)
             if record.steps and not (recorded.has_failed or whole.has_failed):
-                _judge_own_pace(record, own_pace(), report)
+                _judge_own_pace(runner, record, own_pace(), report)
                 _judge_sudden(runner, record, own_pace(), report)
     if recorded.has_failed:
         blame(recorded, whole, run_at_own_pace, report)
@@ -309,7 +309,7 @@ def _judge_cut(record: Record, alone: Record, report: Report) -> None:
         evaluation.judge(record, alone, report)
 
 
-def _judge_own_pace(record: Record, alone: Record, report: Report) -> None:
+def _judge_own_pace(runner: Runner, record: Record, alone: Record, report: Report) -> None:
     """Compares the ranks with one process that loads its samples by itself, and takes steps at its own pace.
 
     Where it trains as the ranks do, from the first step to the last, no comparison of parts says more.
@@ -321,21 +321,35 @@ def _judge_own_pace(record: Record, alone: Record, report: Report) -> None:
     accusing = [
         one for one in report.errors if one.code in _OF_STEPS or (one.property == "data" and one.code in of_samples)
     ]
-    of_evaluation = [one for one in report.errors if one.code == "evaluation-inexact"]
-    is_evaluated_open = "evaluation" in report.undecided
-    if not (open_ones or accusing or of_evaluation or is_evaluated_open) or not follows(record, alone):
+    has_evaluated = any(rank.of("evaluated", "ran") for rank in record.ranks)
+    compares_evaluation = has_evaluated and report.coverage.get("evaluation") != AGREES
+    if not (open_ones or accusing or compares_evaluation) or not follows(record, alone):
         return
     margin = f"{plural(record.steps, 'step')} of one process at its own pace"
-    if of_evaluation or is_evaluated_open:
-        again = Report(ranks=record.size)
-        evaluation.judge(record, alone, again)
-        if again.coverage.get("evaluation") == AGREES:
-            accusing += of_evaluation
-            report.cover("evaluation", AGREES, margin)
     for found in accusing:
         report.withdraw(found, AGREES, margin)
     for name in open_ones:
         report.cover(name, AGREES, margin)
+    if compares_evaluation:
+        _judge_evaluation(runner, record, alone, report)
+
+
+def _judge_evaluation(runner: Runner, record: Record, alone: Record, report: Report) -> None:
+    """Compares evaluations with those of a process that has taken the ranks' steps; what differs, in float64 too."""
+    again = Report(ranks=record.size)
+    evaluation.judge(record, alone, again)
+    if again.coverage.get("evaluation") == AGREES:
+        for found in [one for one in report.errors if one.code == "evaluation-inexact"]:
+            report.withdraw(found, AGREES, "those of one process at its own pace")
+        report.cover("evaluation", AGREES, "those of one process at its own pace")
+    elif again.errors and not report.errors and not record.is_cut_short:
+        order: dict[str, Any] = {"steps": record.steps + 1, "double": True}
+        ranks = runner.recorded(f"evaluations of {record.size} ranks in float64", record.size, **order)
+        one = runner.recorded("evaluations of one process in float64", 1, **order)
+        if not (ranks.has_failed or one.has_failed) and follows(ranks.record, one.record):
+            in_float64 = Report(ranks=record.size)
+            evaluation.judge(ranks.record, one.record, in_float64)
+            report.add(found for found in in_float64.errors if found.code == "evaluation-inexact")
 
 
 def _judge_sudden(runner: Runner, record: Record, alone: Record, report: Report) -> None:

@@ -26,6 +26,7 @@ _NUMBER = r"([-+]?\d*\.\d+(?:e[-+]?\d+)?)(?!\s*(?:s|ms|sec|seconds)\b)"
 _METRIC = re.compile(rf"(?<![a-z])({_NAMES})(?![a-z])(?:@\d+)?{_BETWEEN}{_NUMBER}", re.IGNORECASE)
 _ANY = re.compile(rf"(?<!lr)(?<!rate)[ =:]+{_NUMBER}", re.IGNORECASE)
 _AVERAGE = re.compile(r"\s*\(\s*([-+]?\d*\.\d+(?:e[-+]?\d+)?)\s*\)", re.IGNORECASE)
+_FURTHER = re.compile(rf"(?:\s*,\s*|\s+){_NUMBER}", re.IGNORECASE)
 _SECTION = re.compile(r"(?<![a-z])(?:(train)\w*|(?:val|valid|validation|test|eval|evaluation)(?![a-z]))", re.IGNORECASE)
 _OF_TRAINING = re.compile(r"train\w*[ _]*$", re.IGNORECASE)
 _ABOUT_TRAINING = re.compile(r"loss|train|\blr\b|rate|time|sec|step|speed|norm|grad|/s\b", re.IGNORECASE)
@@ -35,11 +36,19 @@ _SATURATED = {0.0, 1.0, 100.0}  # where a metric ends: both may be there, whatev
 
 @dataclass(frozen=True)
 class Metric:
-    """A number behind the name of a metric; `is_of_evaluation` where a word before it says so."""
+    """A number behind the name of a metric.
+
+    Attributes:
+        name: of the metric.
+        number: as it was printed.
+        is_of_evaluation: whether a word before it says so.
+        start: of the name in the line; several numbers may follow one name.
+    """
 
     name: str
     number: str
     is_of_evaluation: bool
+    start: int
 
     @property
     def is_saturated(self) -> bool:
@@ -62,6 +71,7 @@ class Difference:
     theirs: str
     where: str
     is_of_evaluation: bool
+    start: int
 
 
 @dataclass(frozen=True)
@@ -132,7 +142,8 @@ def _compared(
             continue
         apart = list(_apart(pairs, here["where"]))
         agreeing = [one for one, other in pairs if one.number == other.number and not one.is_saturated]
-        its_own = apart if miscounts or not agreeing else [one for one in apart if one.is_of_evaluation]
+        lists = {one.start for one in agreeing}  # of numbers of one metric, some of which agree
+        its_own = [one for one in apart if miscounts or not lists or one.is_of_evaluation or one.start in lists]
         if its_own and (here["drew"] != there["drew"] or place[0] in may_differ):
             unsure += 1
             continue
@@ -195,11 +206,21 @@ def metrics(line: Event) -> list[Metric]:
     evaluates = any(is_evaluation for _, is_evaluation in sections)
     for match in _METRIC.finditer(text):
         of = [is_evaluation for start, is_evaluation in sections if start <= match.start()]
-        number = _number_of(match, text)
         is_of_training = bool(_OF_TRAINING.search(text[: match.start()])) or (evaluates and of[-1:] == [False])
-        if _digits(number) >= _DIGITS - 1 and not is_of_training:
-            found.append(Metric(match[1], number, is_of_evaluation=of[-1:] == [True]))
+        numbers = [] if is_of_training else [_number_of(match, text), *_further(match, text)]
+        found += [
+            Metric(match[1], number, is_of_evaluation=of[-1:] == [True], start=match.start())
+            for number in numbers
+            if _digits(number) >= _DIGITS - 1
+        ]
     return found
+
+
+def _further(match: re.Match[str], text: str) -> Iterator[str]:
+    """The numbers that follow that of a metric, with nothing but spaces or commas in between: one for each part."""
+    while (following := _FURTHER.match(text, match.end())) is not None:
+        yield following[1]
+        match = following
 
 
 def _number_of(match: re.Match[str], text: str) -> str:
@@ -212,4 +233,4 @@ def _apart(pairs: Sequence[tuple[Metric, Metric]], where: str) -> Iterator[Diffe
     for one, other in pairs:
         mine, theirs = float(one.number), float(other.number)
         if abs(mine - theirs) > 2 * one.last_digit + 1e-4 * abs(theirs):
-            yield Difference(one.name, one.number, other.number, where, is_of_evaluation=one.is_of_evaluation)
+            yield Difference(one.name, one.number, other.number, where, one.is_of_evaluation, one.start)
