@@ -167,12 +167,27 @@ def _compared(
 def _have_same_numbers(here: Event, there: Event) -> bool | None:
     """Whether all numbers of a line agree, which are called by names of the script's own: "area 0.9912".
 
-    None where there are none, or a line that differs may be about the training.
+    None where there are none, or a line that differs may be about the training of a rank: but if its numbers of the
+    training agree, "loss 0.4127 area 0.9912", they are of all ranks.
     """
-    mine, theirs = ([one for one in _ANY.findall(line["text"]) if _digits(one) >= _DIGITS] for line in (here, there))
-    if mine and mine == theirs:
+    (mine, training), (theirs, other) = (_by_label(line["text"]) for line in (here, there))
+    if training + mine and (training, mine) == (other, theirs):
         return True
-    return None if not (mine and theirs) or _ABOUT_TRAINING.search(here["text"]) else False
+    is_of_all = training == other and bool(training)
+    return False if mine and theirs and (is_of_all or not _ABOUT_TRAINING.search(here["text"])) else None
+
+
+def _by_label(text: str) -> tuple[list[str], list[str]]:
+    """The numbers of a line whose words before them are not about the training, and those whose words are."""
+    own: list[str] = []
+    training: list[str] = []
+    label, end = "", 0
+    for match in _ANY.finditer(text):
+        between = text[end : match.start()]
+        label, end = between if re.search("[a-z]", between, re.IGNORECASE) else label, match.end()
+        if _digits(match[1]) >= _DIGITS:
+            (training if _ABOUT_TRAINING.search(label) else own).append(match[1])
+    return own, training
 
 
 def numbers_of(line: Event) -> list[float]:

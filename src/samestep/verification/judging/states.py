@@ -98,10 +98,18 @@ def by_hand(record: Record, whole: Run) -> str | None:
     has, or each rank has a part of a model (tensor, pipeline or expert parallelism by hand). Such parts cannot be put
     together.
     """
-    if record.is_cut or not record.steps or any(rank.of("called") for rank in record.ranks):
+    if not record.steps or any(rank.of("called") for rank in record.ranks):
         return None
     shapes = [_shapes(rank) for rank in record.ranks]
     alone = _shapes(whole.rank)
+    if record.is_cut:  # by torch, but for what the script cuts beside that
+        plain = [
+            {name for start in rank.of("start") for name, one in start["parameters"].items() if not place_of(one)}
+            for rank in record.ranks
+        ]
+        pairs = zip(plain, shapes, strict=True)
+        other = {one for own, mine in pairs for one in own & mine.keys() & alone.keys() if mine[one] != alone[one]}
+        return _PART if other else None
     if not alone:
         apart = any(mine != shapes[0] for mine in shapes) or next(_initial(record), None) is not None
         why = "the ranks hold different parameters, and the script does not run alone"
