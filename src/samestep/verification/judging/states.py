@@ -14,7 +14,7 @@ from samestep.text import listed, plural
 from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
 from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.causes import JOIN, NO_GROUP, OUTSIDE, diverged, of_gradients, of_parameters
-from samestep.verification.judging.record import Rank, Record, Run, beside_first
+from samestep.verification.judging.record import BY_THEMSELVES, Rank, Record, Run, beside_first
 from samestep.verification.report import Report
 
 _PART = "each rank holds a part of the model, cut by the script itself"
@@ -87,6 +87,9 @@ def foreign_to(record: Record) -> str | None:
         return str(unknown[0])
     if staged(record) is not None or scheduled(record):
         return "the ranks hold stages of one model"
+    steps = zip(*(rank.steps for rank in record.ranks), strict=False)
+    if record.by_themselves and any(len({one["optimizer"] for one in events}) > 1 for events in steps):
+        return BY_THEMSELVES
     return None
 
 
