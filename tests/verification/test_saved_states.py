@@ -298,3 +298,11 @@ def test_a_subset_of_the_samples_that_are_left_begins_at_0_again(rows: str, *, i
     one = Resumed(used=[batch(0, "ab")], skipped=[], trained=batch(1, rows), where="train.py:20")
     found = _elsewhere(record([chosen] * is_chosen).ranks[0], one)
     assert (found is not None) == is_found
+
+
+def test_parts_that_ranks_hold_for_themselves_come_back_to_each() -> None:
+    """An optimizer divided by hand: rank 0 saves the whole, and each rank cuts its own part out of it."""
+    saver, other = record([step(0, "g"), stepped(0, "a")], [step(0, "g"), stepped(0, "b")]).ranks
+    save: Event = {"event": 1, "digests": {}, "state": {"parameters": {"w": "a1"}, "optimizers": [], "buffers": {}}}
+    states = [storage._state_of(rank, saver, save) for rank in (saver, other)]
+    assert [None if one is None else one["parameters"] for one in states] == [{"w": "a1"}, {"w": "b1"}]

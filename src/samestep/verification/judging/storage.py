@@ -103,9 +103,10 @@ def _state_of(rank: Rank, saver: Rank, save: Event) -> Event | None:
         if not set(map(_value, made.values())) <= held:
             return state
         state = {**state, "parameters": made}
-    if rank.number == saver.number or not any(map(place_of, state["parameters"].values())):
-        return state
     own, savers = _stepped(rank, save["event"]), _stepped(saver, save["event"])
+    are_parts = any(map(place_of, state["parameters"].values())) or bool(differing(own, savers))
+    if rank.number == saver.number or not are_parts:
+        return state
     if not savers or not _holds(state["parameters"], savers):
         return None
     return {**state, "parameters": own, "optimizers": [{**one, "state": None} for one in state["optimizers"]]}
