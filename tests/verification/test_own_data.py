@@ -64,6 +64,17 @@ def test_rows_that_ranks_load_are_those_that_one_process_loads(tmp_path: Path, c
     assert found(ranks, loads(tmp_path / "alone", [ROWS])) == ["datasets-differ"] * is_found
 
 
+@pytest.mark.parametrize(("third", "is_found"), [(1 / 3, False), (0.4, True)])
+def test_a_column_of_one_number_is_rounded_too(tmp_path: Path, third: float, *, is_found: bool) -> None:
+    """It has no deviation to hold a difference against."""
+
+    def rows(part: Sequence[int], last: float) -> Tensor:
+        return torch.cat([ROWS[list(part)], torch.full((len(part), 1), last, dtype=torch.float64)], 1)
+
+    ranks = loads(tmp_path / "ranks", [rows(part, third * (1 + 1e-7)) for part in PARTS])
+    assert found(ranks, loads(tmp_path / "alone", [rows(range(16), 1 / 3)])) == ["datasets-differ"] * is_found
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -24,6 +24,7 @@ _HALF = 1e-4  # the unit roundoff of such a type is larger
 _DOUBLE = 1e-15  # that of float64 is smaller
 _SMALL = 1e-2  # of the whole gradient's size a number; a tensor with less is held against this
 _NEAR = 0.1  # of a tensor's norm: so far from a multiple of another it may be, and rounding is measured afterwards
+_OF_BUFFERS = 1e-3  # of a buffer's norm
 COARSEST = 1e-3  # a floor above it hides real mistakes
 STEPS_IN_FLOAT64 = 20  # in which an accusation is looked at again
 MOST_ROUNDING = 1e-2  # of a tensor's norm; a larger error may be a mistake that another run does not repeat
@@ -212,6 +213,17 @@ def limit(floor: float, gradients: Gradients, coarsest: float = 0.0) -> float:
     by_type = ((_HALF, ROUNDINGS_OF_HALF), (_DOUBLE, ROUNDINGS), (0.0, _ROUNDINGS_OF_DOUBLE))
     roundings = next((most for least, most in by_type if coarsest > least), 0.0)
     return max(ABOVE_FLOOR * floor, roundings * coarsest)
+
+
+def differ(mine: Tensor, theirs: Tensor) -> bool:
+    """Returns whether two values of a buffer differ by more than rounding; numbers without a fraction never do.
+
+    >>> differ(torch.ones(2), torch.ones(2) + 1e-5), differ(torch.ones(2), torch.tensor([1.0, 1.5]))
+    (False, True)
+    """
+    if mine.shape != theirs.shape or not mine.is_floating_point() or not mine.numel():
+        return False
+    return bool((mine.double() - theirs.double()).norm() > _OF_BUFFERS * theirs.double().norm().clamp_min(1e-12))
 
 
 def is_rounding(error: float, in_float64: float) -> bool:

@@ -18,7 +18,6 @@ from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
 from samestep.verification.judging import rates
 from samestep.verification.judging.explanations import CARRIED
-from samestep.verification.judging.own_data import is_apart
 from samestep.verification.judging.record import Record, Run
 from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.recording.optimizers import TRAINED
@@ -34,7 +33,7 @@ _FEWEST = 8  # numbers, or what is added may be a multiple by chance
 def judge(record: Record, whole: Run, own_pace: Callable[[], Record], report: Report) -> None:
     """Adds what the buffers tell, where the gradients are known to be those of one process.
 
-    `own_pace` records one process that goes its own way.
+    `own_pace` records one process at its own pace.
     """
     if report.coverage.get("gradients") in {AGREES, DECLARED} and whole.record.ranks:
         report.add(_moved(record, whole) if whole.apart is None else ())
@@ -56,7 +55,7 @@ def _moved(record: Record, whole: Run, until: float = math.inf) -> Iterator[Find
         theirs = whole.record.value(0, event["kept"])["buffers"]
         are_apart = not _are_equal(after)
         for name, buffer in after[0].items():
-            if not name.endswith(left_out) and name in theirs and is_apart(buffer, theirs[name]):
+            if not name.endswith(left_out) and name in theirs and numerics.differ(buffer, theirs[name]):
                 ends = [one[name] for one in after if name in one]
                 is_known = until < math.inf
                 if is_known or not (are_apart and _are_parts(before[0][name], ends, theirs[name])):
@@ -141,7 +140,7 @@ def _are_parts(start: Any, ends: list[Any], theirs: Any) -> bool:
     """
     change = theirs.double() - start.double()
     total = torch.stack([end.double() - start.double() for end in ends]).sum(0)
-    return any(not is_apart(part, change) for part in (total, total / len(ends)))
+    return any(not numerics.differ(part, change) for part in (total, total / len(ends)))
 
 
 def _behind(record: Record, window: int, name: str) -> Finding:

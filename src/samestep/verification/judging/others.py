@@ -26,7 +26,7 @@ class Others:
         apart: as it is, keeping what adds up in these steps.
         at_step: with what each rank used at this step, and with all samples before it.
         own_lengths: as it is, with DataLoaders as long as they are in one process.
-        own_pace: recorded as one process that goes its own way, for N times as many steps.
+        own_pace: recorded as one process at its own pace, for N times as many steps.
         of_group: with what some ranks used, and the further runs of the script on that.
         in_float64: the ranks, the script alone, and this with its samples in another order, all in float64.
     """

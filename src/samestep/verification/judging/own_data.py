@@ -26,7 +26,8 @@ from samestep.verification.report import Report
 OWN_PART = "a rank's part of the data"
 _OTHERS = 0.01  # of the rows of a pass, and more than there are ranks: fewer may be chosen by rounded scores
 _TAIL = 0.25  # of the rows of a pass that ranks may leave out, or repeat
-_APART = 1e-3  # of a buffer's norm, or of a column's deviation
+_APART = 1e-3  # of a column's deviation
+_ROUNDED = 1e-3  # of a column's largest number: smaller deviations are held against this
 _MOST_ROWS = 1024  # of the ranks, whose values are looked at
 _MOST_NUMBERS = 1 << 25  # of one process's rows
 
@@ -77,8 +78,11 @@ def _count_others(record: Record, alone: Record, ours: list[_Row], theirs: list[
     mine, others = _values(record, looked_at), _values(alone, theirs)
     if mine is None or others is None or mine.shape[1] != others.shape[1] or others.numel() > _MOST_NUMBERS:
         return 0
-    scale = others.std(0, correction=0).clamp_min(1e-12)
-    nearest = torch.cat([torch.cdist(part / scale, others / scale).amin(1) for part in torch.split(mine, 128)])
+    centre, least = others.mean(0), _ROUNDED * others.abs().amax(0)  # a column of one number has no deviation
+    scale = torch.maximum(others.std(0, correction=0), least).clamp_min(1e-12)
+    mine, others = (mine - centre) / scale, (others - centre) / scale
+    exactly = "donot_use_mm_for_euclid_dist"
+    nearest = torch.cat([torch.cdist(part, others, compute_mode=exactly).amin(1) for part in torch.split(mine, 128)])
     others_of_looked_at = int((nearest > _APART * mine.shape[1] ** 0.5).sum())
     return len(unknown) * others_of_looked_at // len(looked_at)
 
@@ -158,7 +162,7 @@ def _begun(record: Record, alone: Record) -> Iterator[Finding]:
         return
     mine, others = (state["buffers"] for state in states if state is not None)
     for name, buffer in mine.items():
-        if not name.endswith(STATISTICS) and name in others and is_apart(buffer, others[name]):
+        if not name.endswith(STATISTICS) and name in others and numerics.differ(buffer, others[name]):
             yield Finding(
                 code="initial-state-differs",
                 tensor=name,
@@ -172,10 +176,3 @@ def _begun(record: Record, alone: Record) -> Iterator[Finding]:
 
 def _held(state: Any) -> dict[str, Tensor]:
     return {name: one for parameters in state["parameters"].values() for name, one in parameters.items()}
-
-
-def is_apart(mine: Tensor, theirs: Tensor) -> bool:
-    """Returns whether two values of a buffer differ by more than rounding."""
-    if mine.shape != theirs.shape or not mine.is_floating_point() or not mine.numel():
-        return False
-    return bool((mine.double() - theirs.double()).norm() > _APART * theirs.double().norm().clamp_min(1e-12))

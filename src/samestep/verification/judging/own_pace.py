@@ -1,4 +1,4 @@
-"""Whether one process that goes its own way, with samples and draws of its own, steps with the ranks' gradients.
+"""Whether one process at its own pace, with samples and draws of its own, steps with the ranks' gradients.
 
 Where an optimizer keeps gradients to itself, or averages them while it steps, its steps are compared instead.
 """
@@ -36,7 +36,7 @@ def judge(record: Record, alone: Record, steps: list[Event], report: Report) -> 
         report.add(() if record.is_averaged_within else parted(record, alone, steps))
     else:
         compared = plural(len([*_pairs(alone, steps)]), "step")
-        report.cover("gradients", AGREES, f"worst error {worst:.1e}, {compared} of one process that goes its own way")
+        report.cover("gradients", AGREES, f"worst error {worst:.1e}, {compared} of one process at its own pace")
 
 
 def worst_error(record: Record, alone: Record, steps: list[Event]) -> float | None:
@@ -44,7 +44,7 @@ def worst_error(record: Record, alone: Record, steps: list[Event]) -> float | No
 
     Args:
         record: of the ranks.
-        alone: of one process that goes its own way.
+        alone: of one process at its own pace.
         steps: of the ranks, whose values were kept.
     """
     worst, seen = 0.0, 0
@@ -194,7 +194,7 @@ def parted(record: Record, alone: Record, steps: list[Event]) -> Iterator[Findin
             step=step["event"],
             tensor=apart.tensor,
             where=record.ranks[0].backward_of(step),
-            cause=f"at step {before['event']} the ranks' gradients are those of one process that goes its own way, "
+            cause=f"at step {before['event']} the ranks' gradients are those of one process at its own pace, "
             f"and at step {step['event']}, from the same parameters, they are not: an error of {apart.whole:.1e} "
             f"of their norm. {CARRIED_APART}",
             fix="compute what is carried from step to step, such as running statistics, over all ranks",

@@ -18,7 +18,7 @@ def judge(record: Record, own_pace: Callable[[], Record] | None) -> Iterator[Fin
 
     Args:
         record: of ranks whose samples no DataLoader tells.
-        own_pace: records one process that goes its own way.
+        own_pace: records one process at its own pace.
     """
     found = _first_apart(record.ranks)
     if found is None or own_pace is None or not record.is_alike:

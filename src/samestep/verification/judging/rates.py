@@ -50,7 +50,7 @@ class Rates:
 
     Attributes:
         own_lengths: runs it with the lengths that its loaders have in one process; None where it cannot.
-        own_pace: records one process that goes its own way, as far as the ranks' samples reach; None where it cannot.
+        own_pace: records one process at its own pace, as far as the ranks' samples reach; None where it cannot.
         until: the first window that is not compared.
     """
 
@@ -242,7 +242,7 @@ def judge_scaled(record: Record, own_pace: Callable[[], Record], report: Report)
 
     Args:
         record: of the ranks, whose gradients are those of one process.
-        own_pace: records one process that goes its own way.
+        own_pace: records one process at its own pace.
         report: with the note.
     """
     notes = [one for one in report.findings if one.severity == "note" and one.cause.endswith(_SCALED)]
@@ -257,7 +257,7 @@ def judge_scaled(record: Record, own_pace: Callable[[], Record], report: Report)
 
 
 def are_as_many(record: Record, alone: Record) -> bool:
-    """Returns whether one process that goes its own way has as many samples in a step as all ranks together."""
+    """Returns whether one process at its own pace has as many samples in a step as all ranks together."""
     ours, theirs = samples_of_steps(record.data.ranks), samples_of_steps(alone.ranks[:1])
     both = [(ours[window], theirs[window]) for window in ours if window in theirs]
     return bool(both) and all(mine == other for mine, other in both)

@@ -94,7 +94,7 @@ def _used(going: _Pass | None, usual: dict[str, int]) -> list[Event]:
 def judge(record: Record, own_pace: Callable[[], Record] | None = None) -> Iterator[Finding]:
     """Yields the first pass that begins at another place than where its training was saved.
 
-    Where samples have no index, one process that goes its own way, `own_pace`, tells which of them a step uses.
+    Where samples have no index, one process at its own pace, `own_pace`, tells which of them a step uses.
     """
     for rank in record.ranks:
         if found := next(filter(None, (_elsewhere(rank, one) for one in resumed(rank))), None):

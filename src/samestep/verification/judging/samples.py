@@ -35,7 +35,7 @@ _MET = 10  # indices in common, to be expected by chance; then there is one but 
 
 
 def judge(record: Record, report: Report, own_pace: OwnPace | None = None) -> None:
-    """Adds what the samples tell; `own_pace` records one process that goes its own way."""
+    """Adds what the samples tell; `own_pace` records one process at its own pace."""
     report.add(_shared(record))
     record = record.data
     training = [group for group in together(record) if all(one.is_training for one in group)]

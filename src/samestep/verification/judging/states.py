@@ -23,7 +23,7 @@ _ONE_COPY = "each rank holds parts, and of a part there is one copy"  # or copie
 
 
 def judge(record: Record, report: Report, own_pace: Callable[[], Record] | None = None) -> None:
-    """Adds what the states of the ranks tell; `own_pace` records one process that goes its own way."""
+    """Adds what the states of the ranks tell; `own_pace` records one process at its own pace."""
     if record.steps == 0:
         for name in ("initial_state", "gradients", "parameters"):
             report.cover(name, unchecked("no optimizer step was seen"))

@@ -47,7 +47,7 @@ def judge(record: Record, whole: Record, alone: Callable[[], Record], report: Re
     elif mine == theirs and _are_samples(record):
         report.cover("data", AGREES, f"the {len(mine)} samples that one process uses, by what the models get")
     elif own_pace.worst_error(record, alone(), record.kept_steps) is not None:
-        report.cover("data", AGREES, "one process that goes its own way has the same gradients")
+        report.cover("data", AGREES, "one process at its own pace has the same gradients")
     elif (found := other_rows(record, alone())) is not None:
         report.add([found])
     elif mine == theirs:
