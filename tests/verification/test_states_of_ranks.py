@@ -418,3 +418,30 @@ def test_gradients_that_one_rank_alone_clips_are_found_at_the_line_that_clips() 
     (finding,) = findings(states, record(mine, theirs))
     assert (finding.where, finding.fix) == ("train.py:28", "clip on every rank")
     assert finding.cause.endswith("rank 0 clips them and the other does not")
+
+
+@pytest.mark.parametrize(("rows", "said"), [(4, "each rank holds a part of the model"), (8, None)])
+def test_what_a_script_cuts_beside_a_dtensor_is_a_part(rows: int, said: str | None) -> None:
+    """A head over a rank's own classes, beside layers that torch's tensor parallelism cuts."""
+
+    def process(shape: list[int], place: str) -> list[Event]:
+        shapes = names("up", "head", shapes=[[8, 4], shape])
+        return [shapes, start(up=f"{place}u", head="h"), step(0, "g", parameters={"up": f"{place}u", "head": "h"})]
+
+    ranks = record(process([rows, 2], "[0, 0]+[4, 4] "), process([rows, 2], "[4, 0]+[4, 4] "))
+    whole = Run(Ended(code=0, hung=False, failure=None, folder=Path("/nowhere")), record(process([8, 2], "")))
+    told = states.by_hand(ranks, whole)
+    assert (told or "").startswith(said or "")
+    assert (told is None) == (said is None)
+
+
+@pytest.mark.parametrize(("second", "is_told"), [(2, True), (1, False)])
+def test_ranks_that_train_models_by_themselves_in_turn_are_not_compared(second: int, *, is_told: bool) -> None:
+    """Each rank trains its own clients, of which one has more steps than the other, before all step together."""
+
+    def rank(*optimizers: int) -> list[Event]:
+        steps = [step(number, "g", optimizer=one) for number, one in enumerate(optimizers)]
+        return [*steps, {**call("train.py:40"), "window": len(steps) - 1}]
+
+    told = states.foreign_to(record(rank(1, 1, 0), rank(1, second, 0)))
+    assert (told is not None) is is_told
