@@ -1,76 +1,154 @@
-"""Models that a script cuts over the ranks by itself."""
+"""Models that a script cuts over the ranks by itself, held against one process, from the values of the first steps."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from journals import Event, step, stepped
+from torch import Tensor
 
 from samestep.verification.journal import value_path
-from samestep.verification.judging import parts
-from samestep.verification.judging.record import Rank, Record, Run
-from samestep.verification.report import Report
-from samestep.verification.runs import Ended
+from samestep.verification.judging.parts import Parts
+from samestep.verification.judging.placement import make_the_whole, places
+from samestep.verification.judging.record import Rank, Record
 
-RIGHT = {name: torch.arange(1.0, 5.0) * number for number, name in enumerate(("up", "norm", "bias", "out", "head"), 1)}
-OTHER = torch.tensor([3.0, 1.0, 0.5, 2.0])
+WHOLE = {
+    "in.weight": torch.randn(4, 3, generator=torch.Generator().manual_seed(1)),
+    "up.weight": torch.randn(4, 4, generator=torch.Generator().manual_seed(2)),
+    "up.bias": torch.zeros(4),
+    "norm.weight": torch.ones(4),
+    "out.weight": torch.randn(2, 4, generator=torch.Generator().manual_seed(3)),
+}
+GRADIENTS = {name: torch.randn(one.shape, generator=torch.Generator().manual_seed(4)) for name, one in WHOLE.items()}
+CUT = {"up.weight", "up.bias"}  # over their rows
 
 
-def judged(
+def halves(values: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    return [{name: one.chunk(2)[rank] if name in CUT else one for name, one in values.items()} for rank in range(2)]
+
+
+def recorded(
     folder: Path,
-    used: dict[str, torch.Tensor],
-    own: list[dict[str, torch.Tensor]],
-    right: dict[str, torch.Tensor] = RIGHT,
+    held: list[dict[str, Tensor]],
+    gradients: list[dict[str, Tensor]],
+    inputs: list[Tensor],
     rate: float = 0.1,
-) -> Report:
-    """Two ranks, of whose parameters all but "up" begin with one process's numbers; it steps at this rate."""
-    digests = {name: "of the rank" if name == "up" else name for name in right}
+) -> Record:
+    """Processes that hold these parameters, and take one step with these gradients."""
     ranks = []
-    for number, brought in enumerate(own):
-        value_path(folder, number, 1).parent.mkdir(parents=True)
-        torch.save(used, value_path(folder, number, 1))
-        torch.save(brought, value_path(folder, number, 2))
-        start: Event = {"kind": "start", "parameters": digests}
-        ranks.append(Rank(number, [start, step(0, "g", kept=1, own=2), stepped(0)]))
-    alone = folder / "alone"
-    value_path(alone, 0, 1).parent.mkdir(parents=True)
-    torch.save(right, value_path(alone, 0, 1))
-    rates: Event = {"kind": "rates", "event": 0, "optimizer": 0, "rates": [rate]}
-    alike = {name: name for name in right}
-    events: list[Event] = [{"kind": "own_digests", "parameters": alike}, rates, step(0, "g", kept=1)]
-    run = Run(Ended(code=0, hung=False, failure=None, folder=alone), Record(alone, [Rank(0, events)]))
-    report = Report(ranks=2)
-    parts.judge(Record(folder, ranks), run, report)
-    return report
+    for number, (own, brought, given) in enumerate(zip(held, gradients, inputs, strict=True)):
+        kept: list[Any] = [{"parameters": {0: own}}, given, brought]
+        for place, value in enumerate(kept):
+            value_path(folder, number, place).parent.mkdir(parents=True, exist_ok=True)
+            torch.save(value, value_path(folder, number, place))
+        events: list[Event] = [
+            {"kind": "window", "number": 0, "kept": 0},
+            {"kind": "given", "window": 0, "kept": 1},
+            step(0, "g", kept=2, rates=[rate]),
+            stepped(0),
+        ]
+        ranks.append(Rank(number, events))
+    return Record(folder, ranks)
+
+
+def parts(
+    folder: Path,
+    gradients: list[dict[str, Tensor]],
+    held: list[dict[str, Tensor]] | None = None,
+    inputs: list[Tensor] | None = None,
+    rate: float = 0.1,
+) -> Parts:
+    samples = torch.arange(8.0)
+    ranks = recorded(folder / "ranks", held or halves(WHOLE), gradients, inputs or [samples, samples], rate)
+    return Parts(ranks, recorded(folder / "alone", [WHOLE], [GRADIENTS], [samples]))
+
+
+def test_parts_are_found_by_their_values_and_zeros_like_their_neighbours() -> None:
+    found = [places(held, WHOLE) for held in halves(WHOLE)]
+    assert [found[1][name].name for name in WHOLE] == [*WHOLE]
+    assert found[1]["up.weight"].of(WHOLE["up.weight"]).equal(WHOLE["up.weight"][2:])
+    assert found[1]["up.bias"].of(torch.arange(4)).tolist() == [2, 3]
+    assert make_the_whole(found, WHOLE)
+    assert not make_the_whole(found[:1], WHOLE)
+
+
+def test_a_stage_that_counts_its_blocks_anew_is_found() -> None:
+    """Its norm begins with ones, as that of the other block does."""
+    blocks = {f"{number}.{name}": WHOLE[name] + number * (name != "norm.weight") for number in (0, 1) for name in WHOLE}
+    stage = {name.replace("1.", "0.", 1): one for name, one in blocks.items() if name.startswith("1.")}
+    assert {name: place.name for name, place in places(stage, blocks).items()} == {
+        name: name.replace("0.", "1.", 1) for name in stage
+    }
+
+
+def test_every_second_row_and_three_parts_in_one_are_found() -> None:
+    whole = {"qkv": torch.arange(12.0).view(6, 2)}
+    assert places({"qkv": whole["qkv"][1::2]}, whole)["qkv"].of(torch.arange(6)).tolist() == [1, 3, 5]
+    fused = whole["qkv"].view(3, 2, 2)[:, 1]
+    assert places({"qkv": fused}, whole)["qkv"].of(torch.arange(6)).tolist() == [1, 3, 5]
+    assert places({"qkv": fused + 0.5}, whole) == {}
+
+
+def test_gradients_of_all_parts_agree(tmp_path: Path) -> None:
+    whole = parts(tmp_path, halves(GRADIENTS))
+    assert whole.agree()
+    assert [*whole.findings(inputs_are_known=True), *whole.equal_parts()] == []
 
 
 @pytest.mark.parametrize(
-    ("wrong", "code"),
+    ("times", "inputs_are_known", "rate", "found"),
     [
-        ({}, None),
-        ({"up": OTHER}, None),  # a part of it, which has other numbers
-        ({"norm": 0.25 * RIGHT["norm"]}, "gradients-not-synchronised"),  # what this rank's stretch brings
-        ({"norm": 2 * RIGHT["norm"]}, "gradient-scale"),
-        ({"norm": OTHER}, None),  # nobody knows why
-        ({"norm": OTHER, "bias": OTHER, "out": OTHER}, None),  # the parts that are not seen differ
+        ({"norm.weight": (0.25, 0.75)}, False, 0.1, ("gradients-not-synchronised", "norm.weight")),
+        ({"norm.weight": (2.0, 2.0)}, False, 0.1, ("gradient-scale", "norm.weight")),
+        ({"norm.weight": (2.0, 2.0)}, False, 0.2, None),  # its rate may make up for that
+        ({"norm.weight": (1.3, 1.3)}, False, 0.1, ("gradient-differs", "norm.weight")),
+        (dict.fromkeys(WHOLE, (2.0, 2.0)), True, 0.1, None),  # a scale of everything
+        (dict.fromkeys(WHOLE, (2.0, 2.0)) | {"norm.weight": (1.5, 1.5)}, True, 0.1, ("gradient-differs", "in.weight")),
+        (dict.fromkeys(WHOLE, (2.0, 2.0)) | {"norm.weight": (1.5, 1.5)}, False, 0.1, None),  # other samples
     ],
 )
-def test_a_gradient_that_is_not_one_process_s_is_found_among_those_that_are(
-    tmp_path: Path, wrong: dict[str, torch.Tensor], code: str | None
+def test_a_gradient_that_is_not_one_process_s_is_found(
+    tmp_path: Path,
+    times: dict[str, tuple[float, float]],
+    inputs_are_known: bool,
+    rate: float,
+    found: tuple[str, str] | None,
 ) -> None:
-    own = [{name: share * one for name, one in RIGHT.items()} for share in (0.25, 0.75)]
-    found = judged(tmp_path, RIGHT | wrong, own).findings
-    assert [(one.code, one.tensor) for one in found] == ([] if code is None else [(code, "norm")])
+    gradients = [
+        {name: one * times.get(name, (1.0, 1.0))[rank] for name, one in own.items()}
+        for rank, own in enumerate(halves(GRADIENTS))
+    ]
+    whole = parts(tmp_path, gradients, rate=rate)
+    assert not whole.agree()
+    seen = [(one.code, one.tensor) for one in whole.findings(inputs_are_known=inputs_are_known)]
+    assert seen == ([] if found is None else [found])
 
 
-@pytest.mark.parametrize(("rate", "count"), [(0.1, 1), (0.2, 0)])
-def test_gradients_that_are_twice_one_process_s_are_wrong_however_many_they_are(
-    tmp_path: Path, rate: float, count: int
-) -> None:
-    """Those of experts, which see the samples of all ranks; at half of one process's rate they may be meant."""
-    experts = {f"expert.{number}": torch.arange(2.0, 6.0) for number in range(5)}
-    used = RIGHT | {name: 2 * one for name, one in experts.items()}
-    found = judged(tmp_path, used, [used] * 2, RIGHT | experts, rate).findings
-    assert [(one.code, one.tensor, one.factor) for one in found] == [("gradient-scale", "expert.0", 2.0)] * count
+@pytest.mark.parametrize(
+    ("inputs", "are_the_same"),
+    [
+        ([torch.arange(8.0), torch.arange(8.0)], True),  # each rank has all
+        ([torch.arange(8.0)[4:], torch.arange(8.0)[:4]], True),
+        ([torch.arange(8.0), torch.arange(8.0, 16.0)], False),  # twice as many samples
+        ([torch.arange(4.0), torch.arange(4.0)], False),
+        ([torch.arange(1.0, 9.0)] * 2, False),
+    ],
+)
+def test_inputs_are_those_of_one_process_in_any_order(tmp_path: Path, inputs: list[Tensor], are_the_same: bool) -> None:
+    assert parts(tmp_path, halves(GRADIENTS), inputs=inputs).have_the_same_inputs is are_the_same
+
+
+def test_the_first_stage_of_a_pipeline_has_the_inputs(tmp_path: Path) -> None:
+    stages = [{name: one for name, one in WHOLE.items() if (name < "n") is is_first} for is_first in (True, False)]
+    gradients = [{name: GRADIENTS[name] for name in stage} for stage in stages]
+    assert parts(tmp_path, gradients, stages, [torch.arange(8.0), torch.rand(3)]).have_the_same_inputs
+
+
+def test_ranks_that_begin_with_one_part_are_found(tmp_path: Path) -> None:
+    first = halves(WHOLE)[0]
+    (found,) = parts(tmp_path, halves(GRADIENTS), [first, first]).equal_parts()
+    assert (found.code, found.tensor) == ("initial-state-differs", "up.weight")

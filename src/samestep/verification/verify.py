@@ -43,7 +43,7 @@ from samestep.verification.judging import (
 )
 from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.others import Others
-from samestep.verification.judging.own_pace import follows, parted, sudden
+from samestep.verification.judging.own_pace import begins_apart, follows, parted, sudden
 from samestep.verification.judging.passes import are_loaded
 from samestep.verification.judging.record import Record, Run
 from samestep.verification.judging.reference import Comparison
@@ -230,9 +230,8 @@ def _verified(runner: Runner, steps: int) -> Report:
             judge(record, report)
     if whole is not None and record.steps and not record.is_cut and foreign is not None and not whole.has_failed:
         with leaving_open(report):
-            parts.judge(record, whole, report)
             if not recorded.has_failed:
-                _judge_cut(record, own_pace(), report)
+                _judge_cut(record, own_pace(), report, _first_steps(runner, record))
     if record.ranks and whole is not None and foreign is None:
         with leaving_open(report):
             chance.judge(record, whole, report)
@@ -301,11 +300,29 @@ def _judge_pipeline(runner: Runner, record: Record, report: Report) -> None:
         claims.judge_schedules(record, report)
 
 
-def _judge_cut(record: Record, alone: Record, report: Report) -> None:
-    """Compares a model that the script cuts into parts with one process at its own pace, and then its evaluations."""
-    parts_of_one = cut.Parts(record, alone)
+def _first_steps(runner: Runner, record: Record) -> parts.Parts | None:
+    """Records the first steps of the ranks, and of one process at its own pace, in float64; all keep what they hold."""
+    for type_, double in (("in float64", True), ("in their own types", False)):
+        order = {"steps": parts.FIRST, "keep": [*range(parts.FIRST)], "everywhere": True, "double": double}
+        name = f"{parts.FIRST} steps {type_}"
+        ranks = runner.recorded(f"{record.size} ranks, {name}", record.size, **order)
+        one = runner.recorded(f"one process at its own pace, {name}", 1, **order)
+        if not (ranks.has_failed or one.has_failed) and ranks.record.steps and one.record.steps:
+            return parts.Parts(ranks.record, one.record)
+    return None
+
+
+def _judge_cut(record: Record, alone: Record, report: Report, first: parts.Parts | None = None) -> None:
+    """Compares a model that the script cuts into parts with one process at its own pace, and then its evaluations.
+
+    `first` has the values of the first steps, where the script cuts the model by itself.
+    """
+    parts_of_one = cut.Parts(record, alone, first.places if first is not None and first.are_whole else None)
     parts_of_one.find_apart(report)
-    if not report.errors and parts_of_one.cover(report):
+    if first is not None and not report.errors:
+        report.add(first.equal_parts())
+        report.add(first.findings(inputs_are_known=first.have_the_same_inputs))
+    if not report.errors and (first is None or first.agree()) and parts_of_one.cover(report):
         evaluation.judge(record, alone, report)
 
 
@@ -316,6 +333,8 @@ def _judge_own_pace(runner: Runner, record: Record, alone: Record, report: Repor
     """
     if not report.errors:
         own_data.judge(record, alone, report)
+    if not report.errors and begins_apart(record, alone) and (first := _first_steps(runner, record)) is not None:
+        report.add(first.findings(inputs_are_known=first.have_the_same_inputs, only_by_inputs=True))
     open_ones = [name for name in _OF_TRAINING if is_open(report, name)]
     of_samples = set() if record.is_cut_short else locating.OF_SAMPLES
     accusing = [

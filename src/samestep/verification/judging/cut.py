@@ -1,20 +1,22 @@
 """Models that the script cuts into parts, a part on each rank: whether their gradients are those of one process.
 
-A parameter is found in one process by its first values. The norms of the gradients are compared, step by step: one
-process at its own pace has the same ones in all steps if it begins with the same values and takes the same samples.
+A parameter, or a rank's part of it, is found in one process by its first values. The norms of the gradients are
+compared, step by step: one process at its own pace has the same ones in all steps if it begins with the same values and
+takes the same samples. Of a parameter that is cut, it is the norm of all parts.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from samestep.text import plural
 from samestep.verification.findings import AGREES, Finding
 from samestep.verification.journal import Event
+from samestep.verification.judging.placement import Place
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.report import Report
 
@@ -29,11 +31,11 @@ _OUTCOMES = ("initial_state", "gradients", "updates", "parameters", "data", "con
 
 @dataclass(frozen=True)
 class _Pair:
-    """The norms of a parameter's gradient in a step: of a rank, and of one process."""
+    """The norms of a parameter's gradient in a step: of a rank, or of the parts of all ranks; and of one process."""
 
     rank: Rank
     name: str
-    begun: str  # digest of its first values
+    of: str  # its name in one process
     mine: float
     other: float
 
@@ -43,10 +45,14 @@ class _Pair:
 
 @dataclass
 class Parts:
-    """The parts of a model that ranks hold, and the whole of one process, `alone`, at its own pace."""
+    """The parts of a model that ranks hold, and the whole of one process, `alone`, at its own pace.
+
+    `places` says where what each rank holds lies in that, where this is known and all of it is held.
+    """
 
     record: Record
     alone: Record
+    places: Sequence[Mapping[str, Place]] | None = None
 
     def find_apart(self, report: Report) -> None:
         """Adds the first parameter whose gradient is not that of one process, though most others are."""
@@ -65,12 +71,12 @@ class Parts:
         """Says, and returns, whether all is as in one process: each part begins and goes on like it in all steps."""
         if self._steps < _STEPS or not self._are_whole or not self._takes_as_many:
             return False
-        left = set(self._names)
+        left = {place.name for held in self._places for place in held.values()}
         for place in range(self._steps):
             share, pairs = _SAME if place < _FIRST else _APART, list(self._pairs(place))
             if not self._have_its_rates(place) or not all(pair.is_within(share) for pair in pairs):
                 return False
-            left -= {pair.begun for pair in pairs}
+            left -= {pair.of for pair in pairs}
         if left:  # a sparse gradient has no norm here, and what no optimizer of torch steps has none
             return False
         margin = f"{plural(self._steps, 'step')} of one process at its own pace, by the norms of the gradients"
@@ -80,20 +86,29 @@ class Parts:
 
     @property
     def _steps(self) -> int:
-        return min(len(rank.steps) for rank in [*self.record.ranks, self.alone.ranks[0]]) if self._names else 0
+        every = [*self.record.ranks, *self.alone.ranks[:1]]
+        return min(len(rank.steps) for rank in every) if any(self._places) else 0
 
     @cached_property
-    def _names(self) -> dict[str, str]:
-        """Digest of first values -> name in one process, if only one parameter begins with these."""
+    def _places(self) -> Sequence[Mapping[str, Place]]:
+        """Where what each rank holds lies; by digests, where one process has one parameter with these values."""
+        if self.places is not None:
+            return self.places
         begun = _begun(self.alone.ranks[0]) if self.alone.ranks else {}
         often = Counter(begun.values())
-        return {digest: name for name, digest in begun.items() if often[digest] == 1}
+        names = {digest: Place(name) for name, digest in begun.items() if often[digest] == 1}
+        return [
+            {name: names[digest] for name, digest in _begun(rank).items() if digest in names}
+            for rank in self.record.ranks
+        ]
 
     @property
     def _are_whole(self) -> bool:
         """Whether the ranks' parts make the model of one process, as far as first values tell parameters apart."""
+        if self.places is not None:
+            return True
         held = {digest for rank in self.record.ranks for digest in _begun(rank).values()}
-        return bool(self._names) and {*_begun(self.alone.ranks[0]).values()} == held
+        return any(self._places) and {*_begun(self.alone.ranks[0]).values()} == held
 
     @property
     def _takes_as_many(self) -> bool:
@@ -106,12 +121,17 @@ class Parts:
 
     def _pairs(self, place: int) -> Iterator[_Pair]:
         theirs = _norms(self.alone.ranks[0], place)
-        for rank in self.record.ranks:
-            values = _begun(rank)
+        cut: dict[str, dict[tuple[int, ...], float]] = {}
+        for rank, places in zip(self.record.ranks, self._places, strict=True):
             for name, mine in _norms(rank, place).items():
-                begun = values.get(name, "")
-                if begun in self._names:
-                    yield _Pair(rank, name, begun, mine, theirs.get(self._names[begun], 0.0))
+                if (at := places.get(name)) is None:
+                    continue
+                if at.key is None:
+                    yield _Pair(rank, name, at.name, mine, theirs.get(at.name, 0.0))
+                else:
+                    cut.setdefault(at.name, {})[at.key if at.is_known else (rank.number,)] = mine
+        for name, parts in cut.items():
+            yield _Pair(self.record.ranks[0], name, name, math.hypot(*parts.values()), theirs.get(name, 0.0))
 
 
 def _begun(rank: Rank) -> dict[str, str]:

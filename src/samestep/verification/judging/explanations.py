@@ -140,7 +140,7 @@ class Explanations:
                 "average is right for what they compute",
                 "gather what is compared from all ranks, with gradients, or add up the sums of all ranks before they "
                 "are divided",
-                severity="note" if has_local_norms(self.record) else "error",
+                severity="note" if self.record.has_local_norms else "error",
             )
 
     def _parts(self, runs: Sequence[Run], event: Event) -> list[Tensor]:
@@ -250,11 +250,6 @@ class Explanations:
         """A buffer of a module that no wrapper looks after, a loss's running state, which differs between ranks."""
         buffers = [one["others"] for rank in self.record.ranks for one in rank.of("window") if one["number"] == window]
         return next((name for name in buffers[0] for one in buffers if one.get(name) != buffers[0][name]), None)
-
-
-def has_local_norms(record: Record) -> bool:
-    """Returns whether a model has BatchNorm that is not synchronised: its statistics are of a rank's own samples."""
-    return any(event.get("local_norms") for event in record.ranks[0].of("wrap", "start"))
 
 
 def _error(one: Tensor, other: Tensor | float) -> float:

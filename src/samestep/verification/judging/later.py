@@ -22,8 +22,8 @@ def sudden(record: Record, alone: Record) -> Event | None:
         return None
     told = {event["event"]: event.get("norms") for event in alone.ranks[0].of("rates")}
     usual = _LEAST
-    for step in record.ranks[0].steps:
-        ours, theirs = step.get("norms"), told.get(step["event"])
+    for step in record.ranks[0].steps[: record.steps]:
+        ours, theirs = record.norms(step), told.get(step["event"])
         if not ours or not theirs or ours.keys() != theirs.keys():
             continue
         total = math.hypot(*theirs.values())

@@ -67,7 +67,7 @@ def go_together(record: Record, alone: Record, until: int | None = None) -> bool
 
     Its rates are those of all ranks, and the norm of each parameter's gradient is that of every rank.
     """
-    if not alone.ranks or record.is_cut:
+    if not alone.ranks:
         return False
     count = record.steps if until is None else min(until, record.steps)
     if len(alone.ranks[0].steps) < count:
@@ -81,9 +81,23 @@ def _is_taken(record: Record, alone: Record, place: int, most: float) -> bool:
     return all(
         step["optimizer"] == other["optimizer"]
         and step["rates"] == other["rates"]
-        and _have_norms(step["norms"], other["norms"], most)
+        and _have_norms(record.norms(step), other["norms"], most)
         for step in record.events_of_step(place)
     )
+
+
+def begins_apart(record: Record, alone: Record) -> bool:
+    """Returns whether one process has other gradients at the first step, from the same parameters and at equal rates.
+
+    Not where a part of the model normalises by a rank's own samples, which is declared.
+    """
+    if not (record.ranks and alone.ranks and record.steps and alone.steps) or record.is_cut:
+        return False
+    starts = [[start["parameters"] for start in one.ranks[0].of("start")] for one in (record, alone)]
+    if starts[0] != starts[1] or not starts[0] or record.is_averaged_within or record.has_local_norms:
+        return False
+    step, other = record.ranks[0].steps[0], alone.ranks[0].steps[0]
+    return bool(step["rates"] == other["rates"]) and not _is_taken(record, alone, 0, _FAR)
 
 
 def sudden(record: Record, alone: Record) -> Event | None:

@@ -1,106 +1,274 @@
-"""Compares what a script that cuts its model over the ranks by itself has whole, in the first step, with one process.
+"""Whether the first gradients of ranks are those of one process at its own pace, from the same parameters and inputs.
 
-    one process   up.weight [64, 32]   norm.weight [32]   bias [32]
-    rank 0        up.weight [32, 32]   norm.weight [32]   bias [32]       the last two begin with one process's numbers
+    one process   up.weight [64, 32]   norm.weight [32]
+    rank 0        up.weight [32, 32]   norm.weight [32]       half of the first gradient, and all of the second
 
-Gradients of what a rank holds whole can be compared where the rest cannot: tensor or expert parallelism, say.
+All ranks keep what they hold, so a model that the script cuts over the ranks by itself is compared, too: tensor,
+sequence, expert or pipeline parallelism.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from samestep.text import listed
+from samestep.text import listed, plural
 from samestep.verification import numerics
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
-from samestep.verification.judging.record import Record, Run
-from samestep.verification.report import Report
+from samestep.verification.judging import own_data
+from samestep.verification.judging.placement import Place, make_the_whole, places
+from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.states import built_at, made
 
-_FEWEST = 3  # gradients that are one process's
-_MOST = 0.5  # of those that are compared may differ
-_NEAR = 1e-3  # of a factor
-_LARGE = 1e-2  # of a gradient's norm: more than rounding on another way through the model makes
-
-
-def judge(record: Record, whole: Run, report: Report) -> None:
-    """Adds which gradients of the first step are not those of one process; `whole` is the script alone.
-
-    If most of these gradients are one process's, so are the parts that are not seen, and one that is not is wrong by
-    itself: its parts on the ranks are not added up, or added up twice. If some are one process's, and all others N
-    times as large at the same rates, those are wrong, however many they are: of experts, say.
-    """
-    report.add(_findings(record, whole))
+FIRST = 3  # steps
+_FEWEST = 3  # gradients that are one process's: then so are its samples
+_NEAR = 1e-4  # of a gradient's norm; some scripts compute a part of it in float32
+_LARGE = 1e-2  # of a gradient's norm
+_FACTOR = 1e-3  # of a factor
 
 
-def _findings(record: Record, whole: Run) -> Iterator[Finding]:
-    step = record.ranks[0].steps[0]
-    alone = next((one["parameters"] for one in whole.rank.of("own_digests")), None)
-    start = next((one["parameters"] for one in record.ranks[0].of("start")), None)
-    if step["kept"] is None or alone is None or start is None or step["event"] not in whole.steps:
-        return
-    used, right = record.used(step), whole.gradients(step["event"])
-    same = [name for name, digest in start.items() if alone.get(name) == digest]
-    same = [name for name in same if used.get(name) is not None and right.get(name) is not None and right[name].any()]
-    found = numerics.distance({name: used[name] for name in same}, {name: right[name] for name in same})
-    wrong = [name for name, error in found.errors.items() if error > max(_LARGE, numerics.limit(0.0, used))]
-    if not wrong or len(same) - len(wrong) < _FEWEST:
-        return
-    comparable = wrong if _has_rates_of_one_process(step, whole) else []
-    factors = {name: _factor(used[name], right[name], record.size) for name in comparable}
-    are_scaled = all(factors.get(name) is not None for name in wrong)
-    if len(wrong) > _MOST * len(same) and not are_scaled:
-        return
-    own = record.own(step)
-    for name in wrong:
-        if _is_partial(name, used, right, [] if own is None else own, record.size):
+@dataclass
+class Parts:
+    """What the ranks hold, and what one process holds; all of them have kept the values of their first steps."""
+
+    record: Record
+    alone: Record
+    places: list[dict[str, Place]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.places = [places(held, self._whole) for held in self._held]
+
+    @cached_property
+    def _held(self) -> list[dict[str, Tensor]]:
+        return [_parameters(self.record, rank) for rank in self.record.ranks]
+
+    @cached_property
+    def _whole(self) -> dict[str, Tensor]:
+        return _parameters(self.alone, self.alone.ranks[0])
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether the ranks begin with all parameters of one process, and with nothing else."""
+        return (
+            bool(self._whole)
+            and all(held.keys() == found.keys() for held, found in zip(self._held, self.places, strict=True))
+            and make_the_whole(self.places, self._whole)
+        )
+
+    def equal_parts(self) -> Iterator[Finding]:
+        """Yields the first parameter of which two ranks begin with the same part, where one process's parts differ."""
+        first = self._held[0]
+        for name, value in first.items():
+            whole = self._whole.get(name)
+            parts = [held[name] for held in self._held if name in held]
+            if whole is None or len(parts) < self.record.size or value.dim() != whole.dim() or not _vary(value):
+                continue
+            dims = [dim for dim in range(value.dim()) if value.shape[dim] * self.record.size == whole.shape[dim]]
+            is_cut = len(dims) == 1 and value.numel() * self.record.size == whole.numel()
+            if not is_cut or not all(torch.equal(value, other) for other in parts):
+                continue
+            chunks = whole.chunk(self.record.size, dims[0])
+            if not any(torch.equal(chunks[0], other) for other in chunks[1:]):
+                yield _same_part(self.record, name, value, whole)
+                return
+
+    def findings(self, *, inputs_are_known: bool, only_by_inputs: bool = False) -> Iterator[Finding]:
+        """Yields a finding for the first step at which gradients are not one process's.
+
+        Either some of them are, so that the samples are one process's, too; or `inputs_are_known` to be the same.
+        """
+        for number in range(self._steps):
+            same, apart = self._compared(number)
+            if not apart:
+                continue
+            steps = [rank.steps[number] for rank in self.record.ranks]
+            is_known = inputs_are_known and not number and self.are_whole
+            is_known = is_known or (len(same) >= _FEWEST and not only_by_inputs)
+            if is_known and self._have_its_rates(number):
+                yield from self._explained(number, steps, same, apart)
+            return
+
+    @property
+    def have_the_same_inputs(self) -> bool:
+        """Whether the models of the ranks get one process's numbers before the first step, and all draw alike.
+
+        Each rank may have a part of the samples, or of each sample, or all of them; of a pipeline the first rank has
+        them.
+        """
+        if own_data.draw_otherwise(self.record, self.alone, 0, within=True):
+            return False
+        theirs = _inputs(self.alone, self.alone.ranks[0])
+        every = [_inputs(self.record, rank) for rank in self.record.ranks]
+        held = [{place.name for place in found.values()} for found in self.places]
+        alone = [place for place, own in enumerate(held) if not any(own & other for other in held if other is not own)]
+        chosen = [torch.cat(every), *(every[place] for place in alone)]
+        return bool(theirs.numel()) and any(one.numel() and _is_multiple(one, theirs) for one in chosen)
+
+    def agree(self) -> bool:
+        """Returns whether the ranks begin as one process does, and its gradients are theirs in the first steps."""
+        compared = [self._compared(number) for number in range(self._steps)]
+        return self.are_whole and bool(compared) and all(same and not apart for same, apart in compared)
+
+    @cached_property
+    def _steps(self) -> int:
+        every = [*self.record.ranks, self.alone.ranks[0]]
+        for number in range(min([FIRST, *(len(rank.steps) for rank in every)])):
+            steps = [rank.steps[number] for rank in every]
+            kept = all(step["kept"] is not None and not step.get("by_hand") for step in steps)
+            if not kept or len({step["optimizer"] for step in steps}) > 1:
+                return number
+        return min([FIRST, *(len(rank.steps) for rank in every)])
+
+    def _compared(self, number: int) -> tuple[list[_Pair], list[_Pair]]:
+        """The gradients of a step that are one process's, and those that are far from being so."""
+        whole = _gradients(self.alone, self.alone.ranks[0], number)
+        mine, theirs, about = {}, {}, {}
+        for rank, found in zip(self.record.ranks, self.places, strict=True):
+            for name, one in _gradients(self.record, rank, number).items():
+                place = found.get(name)
+                if place is None or not place.is_known or whole.get(place.name) is None:
+                    continue
+                key = f"{rank.number} {name}"
+                mine[key], theirs[key], about[key] = one, place.of(whole[place.name]), (rank, name, place)
+        errors = numerics.distance(mine, theirs).errors
+        size = math.hypot(*(float(one.norm()) for one in theirs.values()))
+        pairs = {key: _Pair(*about[key], mine[key], theirs[key]) for key in mine}
+        same = [
+            pair for key, pair in pairs.items() if errors[key] <= _NEAR and float(theirs[key].norm()) > _NEAR * size
+        ]
+        return same, [pair for key, pair in pairs.items() if errors[key] > _LARGE]
+
+    def _have_its_rates(self, number: int) -> bool:
+        rates = [{*rank.steps[number]["rates"]} for rank in [*self.record.ranks, self.alone.ranks[0]]]
+        return all(one == rates[0] for one in rates)
+
+    def _explained(
+        self, number: int, steps: Sequence[Event], same: Sequence[_Pair], apart: Sequence[_Pair]
+    ) -> Iterator[Finding]:
+        size = self.record.size
+        names = list(dict.fromkeys(pair.name for pair in apart))
+        about: dict[str, Any] = {
+            "rank": apart[0].rank.number,
+            "step": number,
+            "tensor": apart[0].name,
+            "where": apart[0].rank.backward_of(steps[0]),
+            "fix": "bring the gradient of what every rank has whole together as often as its parts are computed: once",
+        }
+        rest = f", and {plural(len(same), 'other')} are one process's" if same else ""
+        if apart[0].place.dim is None and self._are_partial(apart):
             cause = (
-                f"at step 0 each rank steps with its own part of the gradient of {listed(wrong)}: one process's is the "
-                "sum of the ranks'"
+                f"at step {number} each rank steps with its own part of the gradient of {listed(names)}: one process's "
+                "is the sum of the ranks'"
             )
-            yield Finding(code="gradients-not-synchronised", **_about(record, wrong[0], cause))
+            yield Finding(code="gradients-not-synchronised", cause=cause, **about)
             return
-        if (factor := factors.get(name)) is not None:
-            what = listed(wrong) if are_scaled else name
-            cause = f"at step 0 the gradient of {what} is {factor:.4g} times that of one process, and others are not"
-            yield Finding(code="gradient-scale", factor=round(factor, 6), **_about(record, name, cause))
+        factors = [_factor(pair) for pair in apart]
+        factor, is_one = factors[0], all(abs(one / factors[0] - 1) < _FACTOR for one in factors)
+        if is_one and not same:
+            return  # a scale of all gradients may be meant, and optimizers may not see it
+        if is_one and any(abs(factor / other - 1) < _FACTOR for other in (size, 1 / size)):
+            cause = f"at step {number} the gradient of {listed(names)} is {factor:.4g} times that of one process{rest}"
+            yield Finding(code="gradient-scale", factor=round(factor, 6), cause=cause, **about)
             return
+        error = numerics.distance({"": apart[0].mine}, {"": apart[0].one}).whole
+        cause = (
+            f"from the same parameters{'' if same else ' and inputs'} the gradient of {listed(names)} at step {number} "
+            f"differs from one process's, by {error:.1e} of its norm{rest}"
+        )
+        fix = (
+            "compute on the ranks together what one process computes: no value may depend on the part of the samples, "
+            "the sequence or the model that a rank has"
+        )
+        yield Finding(code="gradient-differs", cause=cause, **about | {"fix": fix})
+
+    def _are_partial(self, apart: Sequence[_Pair]) -> bool:
+        """Whether each rank steps with its own gradient of a parameter, and one process's is the sum of the ranks'."""
+        name = apart[0].place.name
+        mine = [pair.mine for pair in apart if pair.place.name == name and pair.place.dim is None]
+        return len(mine) == self.record.size and _is_near(torch.stack(mine).sum(0), apart[0].one)
 
 
-def _is_partial(name: str, used: Any, right: Any, own: list[Any], size: int) -> bool:
-    """Whether a rank steps with its own gradient, and one process's is the sum of the ranks'."""
-    parts = [numerics.vector(part[name]) for part in own if part.get(name) is not None]
-    mine, one = numerics.vector(used[name]), numerics.vector(right[name])
-    if len(parts) != size or any(part.shape != one.shape for part in parts):
+@dataclass(frozen=True)
+class _Pair:
+    """A rank's gradient of what it holds, and one process's, in float64 and with its shape."""
+
+    rank: Rank
+    name: str
+    place: Place
+    mine: Tensor
+    one: Tensor
+
+
+def _is_multiple(these: Tensor, one: Tensor) -> bool:
+    """Whether these are the numbers of `one`, each as many times as any other, in any order."""
+    times = these.numel() // one.numel()
+    if times * one.numel() != these.numel():
         return False
-    return _is_near(sum(parts[1:], parts[0]), one) and _is_near(mine, parts[0])
+    return torch.equal(these.sort().values, one.repeat(times).sort().values)
 
 
-def _factor(mine: Tensor, one: Tensor, size: int) -> float | None:
-    """What a gradient is a multiple of one process's by, where that is N or an Nth."""
-    fitted = numerics.fit(numerics.vector(mine), [numerics.vector(one)])
-    factor = fitted.factors[0]
-    is_near = any(abs(factor / other - 1) < _NEAR for other in (size, 1 / size))
-    return factor if fitted.left <= _LARGE and is_near else None
+def _inputs(record: Record, rank: Rank) -> Tensor:
+    found = [record.value(rank.number, one["kept"]) for one in rank.in_window(0, "given")]
+    return torch.cat(found) if found else torch.zeros(0)
 
 
-def _has_rates_of_one_process(step: Event, whole: Run) -> bool:
-    rates = next((one["rates"] for one in whole.rank.of("rates") if one["event"] == step["event"]), None)
-    return bool(rates == step["rates"])
+def _parameters(record: Record, rank: Rank) -> dict[str, Tensor]:
+    """Those of all optimizers, with which the first step begins."""
+    begun = [event for event in rank.of("window") if event["number"] == 0]
+    if not begun or begun[-1]["kept"] is None:
+        return {}
+    held = record.value(rank.number, begun[-1]["kept"])["parameters"]
+    return {
+        _name(optimizer, name): one
+        for optimizer, parameters in held.items()
+        for name, one in parameters.items()
+        if isinstance(one, Tensor)
+    }
+
+
+def _gradients(record: Record, rank: Rank, number: int) -> dict[str, Tensor]:
+    step = rank.steps[number]
+    return {
+        _name(step["optimizer"], name): one.to_dense().double() if one.layout != torch.strided else one.double()
+        for name, one in record.value(rank.number, step["kept"]).items()
+        if isinstance(one, Tensor)
+    }
+
+
+def _name(optimizer: int, name: str) -> str:
+    return f"optimizer {optimizer}: {name}" if optimizer else name
+
+
+def _vary(value: Tensor) -> bool:
+    return value.numel() > 1 and bool((value != value.flatten()[0]).any())
+
+
+def _factor(pair: _Pair) -> float:
+    """What a gradient is a multiple of one process's by; NaN where it is none."""
+    fitted = numerics.fit(pair.mine.flatten(), [pair.one.flatten()])
+    return fitted.factors[0] if fitted.left <= _LARGE else math.nan
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
     return float((one - other).norm()) <= _LARGE * float(other.norm())
 
 
-def _about(record: Record, name: str, cause: str) -> dict[str, Any]:
-    return {
-        "step": 0,
-        "tensor": name,
-        "where": record.ranks[0].steps[0]["where"],
-        "cause": cause,
-        "fix": "bring the gradient of what every rank has whole together as often as its parts are computed: once",
-    }
+def _same_part(record: Record, name: str, value: Tensor, whole: Tensor) -> Finding:
+    return Finding(
+        code="initial-state-differs",
+        rank=record.ranks[1].number,
+        step=0,
+        tensor=name,
+        where=built_at(record.ranks[1].of("names"), name) or made(record.ranks[1].events),
+        cause=f"all ranks begin with the same numbers in {name}, {list(value.shape)} each, and one process with "
+        f"{list(whole.shape)} that do not repeat: the ranks' parts are copies of one part",
+        fix="draw the whole parameter on every rank and take the rank's part of it, or seed each part by its number in "
+        "the whole",
+    )

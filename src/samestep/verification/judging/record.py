@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -117,6 +118,11 @@ class Record:
         return bool(joined) and not any(joined)
 
     @cached_property
+    def has_local_norms(self) -> bool:
+        """Whether a model has BatchNorm that is not synchronised: its statistics are of a rank's own samples."""
+        return any(event.get("local_norms") for event in self.ranks[0].of("wrap", "start"))
+
+    @cached_property
     def is_cut_short(self) -> bool:
         """Whether the recording has ended a rank, or a pass over its data, before the script did."""
         cut = any(event.get("cut") is not None for rank in self.ranks for event in rank.of("passed"))
@@ -204,6 +210,14 @@ class Record:
             return False
         differ = any(event["gradients"] != events[0]["gradients"] for event in events)
         return differ and all(event["after"] == events[0]["after"] for event in events)
+
+    def norms(self, step: Event) -> dict[str, float]:
+        """Returns the norms of a step's gradients; of those that are cut over the ranks, of all parts together."""
+        squares: dict[str, dict[str, float]] = {}
+        for event in self.events_of_step(step["event"]) if self.is_cut else [step]:
+            for name, norm in event["norms"].items():
+                squares.setdefault(name, {})[place_of(event["gradients"].get(name))] = norm
+        return {name: math.hypot(*parts.values()) for name, parts in squares.items()}
 
     def parts(self, step: Event) -> list[Any]:
         """Returns what each rank had for a gradient before the script's own code averaged it, if that was kept."""

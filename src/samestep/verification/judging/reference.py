@@ -14,7 +14,7 @@ from samestep.verification.findings import AGREES, DECLARED, REFUTED, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import average, by_hand, own_pace, unloaded, windows
 from samestep.verification.judging import local_steps as local
-from samestep.verification.judging.explanations import Explanations, has_local_norms
+from samestep.verification.judging.explanations import Explanations
 from samestep.verification.judging.in_step import InStep, chance_of
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.passes import are_loaded, loads_for_all
@@ -374,7 +374,7 @@ class Comparison:
         }
 
     def _cover(self, margin: str, report: Report) -> None:
-        has_norms = has_local_norms(self.record)
+        has_norms = self.record.has_local_norms
         if has_norms:
             margin = f"with BatchNorm statistics of each rank's samples: {margin}"
         report.cover("gradients", DECLARED if has_norms else AGREES, margin)

@@ -34,6 +34,7 @@ class Inputs:
     ) -> None:
         self.evaluated: Callable[[], str | None] = lambda: None  # the evaluation whose data no DataLoader tells
         self.fed: Callable[[], int | None] = lambda: None  # the window whose batches a DataLoader tells, if of interest
+        self.keeps: Callable[[], int | None] = lambda: None  # the window of which all numbers are kept, if one is
         self._untrained = untrained
         self._journal = journal
         self._forwarding = forwarding
@@ -109,9 +110,12 @@ class Inputs:
             ("used", "window", self.fed() if trains else None),
         ]
         wanted = [one for one in of_interest if one[2] is not None]
-        given = self._given([*args, *kwargs.values()]) if wanted else []
+        kept = self.keeps() if trains else None
+        given = self._given([*args, *kwargs.values()]) if wanted or kept is not None else []
         for kind, name, value in wanted if given else []:
             self._journal.write(kind, **{name: value}, rows=row_digests(given))
+        if kept is not None:
+            self._journal.write("given", window=kept, kept=self._journal.keep(_numbers(given)))
 
     def _given(self, values: list[Any]) -> list[Any]:
         """Leaves out what a model has computed, such as the pictures of a generator: that is no sample."""
@@ -136,6 +140,14 @@ class Inputs:
         self._outputs = {one for one in self._outputs if not one.expired()}
         found = [one for one in tensors_of(result) if type(one) is torch.Tensor and one.layout == torch.strided]
         self._outputs |= {StorageWeakRef(one.untyped_storage()) for one in found}  # type: ignore[no-untyped-call]
+
+
+def _numbers(values: list[Any]) -> Any:
+    """All numbers of what a model gets, shape [numbers], but for those that another rank has computed."""
+    import torch
+
+    found = [one.detach().double().flatten() for value in values for one in tensors_of(value) if not one.requires_grad]
+    return torch.cat(found) if found else torch.zeros(0)
 
 
 def mixes_samples(model: Any) -> bool:

@@ -309,11 +309,20 @@ def held_states(states: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any
 
 
 def norms_of(gradients: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the norms of gradients, without sparse ones and those that are cut over the ranks."""
+    """Returns the norms of gradients, without sparse ones; of what is cut over the ranks, of this rank's part."""
     import torch
 
-    plain = {name: one for name, one in gradients.items() if type(one) is torch.Tensor and one.layout == torch.strided}
+    local = {name: _part_of(one) for name, one in gradients.items()}
+    plain = {name: one for name, one in local.items() if type(one) is torch.Tensor and one.layout == torch.strided}
     return {name: float(one.norm()) for name, one in plain.items()}
+
+
+def _part_of(gradient: Any) -> Any:
+    """This rank's numbers of what may be cut; None of a sum over the ranks that has not been taken."""
+    if hasattr(gradient, "placements"):
+        is_due = any(placement.is_partial() for placement in gradient.placements)
+        return None if is_due else gradient.to_local()
+    return gradient.values if hasattr(gradient, "place") else gradient
 
 
 def held(tensors: Mapping[str, Any]) -> dict[str, Any]:

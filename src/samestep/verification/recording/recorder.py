@@ -91,6 +91,8 @@ class Recorder(ScriptObserver):
         self._draws_samples = False  # random numbers were drawn while a batch was loaded, and not for their order
         self._seeds: set[str] = set()
         self._is_over = False  # the pass at hand has yielded all it has, and its last batch may still be trained on
+        if self.order.get("everywhere"):
+            self.inputs.keeps = lambda: self.window if self._sampled else None
         self.install_patches()
 
     def end(self, error: BaseException | None) -> None:

@@ -1,0 +1,150 @@
+"""Where what a rank holds lies in the parameters of one process, if a script cuts its model over the ranks by itself.
+
+    one process   up.weight [64, 32]   norm.weight [32]
+    rank 1        up.weight [32, 32]   norm.weight [32]       rows 32 to 63 of the first, and all of the second
+
+Values tell: those with which both begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Values = Mapping[str, Tensor]  # by name
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A parameter of one process, or some of its slices along a dim.
+
+    Attributes:
+        name: in one process.
+        dim: along which it is cut; None where nothing is.
+        index: numbers of the slices, shape [slices]; None where they cannot be told apart.
+    """
+
+    name: str
+    dim: int | None = None
+    index: Tensor | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return self.dim is None or self.index is not None
+
+    @property
+    def key(self) -> tuple[int, ...] | None:
+        """What two ranks that hold the same part have in common; None of a whole parameter."""
+        return None if self.dim is None else (self.dim, *([] if self.index is None else self.index.tolist()))
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Returns what lies there in a tensor of the whole parameter's shape."""
+        if self.dim is None or self.index is None:
+            return whole
+        return whole.index_select(self.dim, self.index)
+
+
+def places(held: Values, whole: Values) -> dict[str, Place]:
+    """Returns where each tensor that a rank holds lies in those of one process, by the rank's names.
+
+    What has the same numbers as several of them, such as the ones of all norms, lies where its neighbours lie.
+    """
+    found: dict[str, Place] = {}
+    several: dict[str, list[str]] = {}
+    for name, value in held.items():
+        equal = [other for other, one in whole.items() if one.shape == value.shape and torch.equal(one, value)]
+        if len(equal) == 1:
+            found[name] = Place(equal[0])
+        elif equal:
+            several[name] = equal
+        elif name in whole and (dim := _cut_along(value, whole[name])) is not None:
+            index = _slices(value, whole[name], dim)
+            if index is not None:
+                found[name] = Place(name, dim, index if len(index) else None)
+    for name, equal in several.items():
+        beside = next((one for one in _beside(name, found) if one in equal), None)
+        found[name] = Place(beside or (name if name in equal else equal[0]))
+    for name, place in found.items():
+        if not place.is_known:
+            found[name] = _like_neighbours(name, place, found, held, whole)
+    return found
+
+
+def _cut_along(value: Tensor, whole: Tensor) -> int | None:
+    """The one dim along which a tensor is smaller than another."""
+    if value.dim() != whole.dim():
+        return None
+    smaller = [dim for dim, (part, all_) in enumerate(zip(value.shape, whole.shape, strict=True)) if part != all_]
+    return smaller[0] if len(smaller) == 1 and 0 < value.shape[smaller[0]] < whole.shape[smaller[0]] else None
+
+
+def _slices(value: Tensor, whole: Tensor, dim: int) -> Tensor | None:
+    """The numbers of the slices that a part holds; none if several are alike, and None if one is not found."""
+    known: dict[bytes, int] = {}
+    theirs = list(_bytes(whole, dim))
+    for number, one in enumerate(theirs):
+        known.setdefault(one, number)
+    numbers = [known.get(one) for one in _bytes(value, dim)]
+    if None in numbers:
+        return None
+    return torch.tensor(numbers if len(known) == len(theirs) else [], dtype=torch.long)
+
+
+def _bytes(tensor: Tensor, dim: int) -> Iterator[bytes]:
+    slices = tensor.detach().movedim(dim, 0).contiguous()
+    yield from (
+        (one.numpy().tobytes() for one in slices.flatten(1) if one.numel())
+        if slices.dim() > 1
+        else (one.numpy().tobytes() for one in slices)
+    )
+
+
+def _beside(name: str, found: Mapping[str, Place]) -> Iterator[str]:
+    """Yields where a parameter lies beside what has been found: `blocks.0.` of a rank is `blocks.2.`, say."""
+    prefix = name
+    while prefix:
+        prefix = prefix[:-1].rpartition(".")[0]
+        prefix += "." if prefix else ""
+        for other, place in found.items():
+            rest = other.removeprefix(prefix)
+            if other.startswith(prefix) and place.name.endswith(rest):
+                yield place.name.removesuffix(rest) + name.removeprefix(prefix)
+
+
+def _like_neighbours(name: str, place: Place, found: Mapping[str, Place], held: Values, whole: Values) -> Place:
+    """A part whose slices are all alike is cut as what is next to it: a bias of zeros as its weight."""
+
+    def sizes(one: str, at: Place) -> tuple[int, int]:
+        dim = at.dim or 0
+        return held[one].shape[dim], whole[at.name].shape[dim]
+
+    alike = [
+        one
+        for one, at in found.items()
+        if at.index is not None and at.dim is not None and sizes(one, at) == sizes(name, place)
+    ]
+    if not alike:
+        return place
+    nearest = max(alike, key=lambda one: _common(one, name))
+    return Place(place.name, place.dim, found[nearest].index)
+
+
+def _common(one: str, other: str) -> int:
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return next((number for number, (a, b) in enumerate(pairs) if a != b), 0)
+
+
+def make_the_whole(ranks: Sequence[Mapping[str, Place]], whole: Values) -> bool:
+    """Returns whether the parts of all ranks are all of one process's parameters."""
+    return all(_is_held(name, value, [at for held in ranks for at in held.values()]) for name, value in whole.items())
+
+
+def _is_held(name: str, value: Tensor, found: Sequence[Place]) -> bool:
+    mine = [place for place in found if place.name == name]
+    if any(place.dim is None for place in mine):
+        return True
+    numbers = {int(one) for place in mine if place.index is not None for one in place.index}
+    return bool(mine) and mine[0].dim is not None and len(numbers) == value.shape[mine[0].dim]
