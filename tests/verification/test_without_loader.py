@@ -31,7 +31,10 @@ MEAN = (ONE + OTHER) / 2
 
 def inputs(*windows: Sequence[str]) -> list[Event]:
     """What a model gets: rows of each window."""
-    return [{"kind": "input", "window": window, "rows": list(rows)} for window, rows in enumerate(windows)]
+    return [
+        {"kind": "input", "window": window, "rows": list(rows), "numbers": len(rows)}
+        for window, rows in enumerate(windows)
+    ]
 
 
 def clip(norm: float, most: float) -> list[Event]:
@@ -706,7 +709,10 @@ def test_gradients_do_not_part_where_a_later_step_draws_what_the_first_does_not(
 
 def given(windows: list[str]) -> list[Event]:
     """A process whose model gets these rows, a letter each, in its windows."""
-    return [{"kind": "input", "window": window, "rows": list(rows)} for window, rows in enumerate(windows)]
+    return [
+        {"kind": "input", "window": window, "rows": list(rows), "numbers": len(rows)}
+        for window, rows in enumerate(windows)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -723,6 +729,9 @@ def given(windows: list[str]) -> list[Event]:
         ((["aabb"] * 4, ["ccxx"] * 4), ["aabbccdd"] * 4, False),  # fewer than drop_last may leave out: two
         ((["aabb"] * 4, ["xxyy"] * 4), ["aabbccdd"] * 4, True),
         ((["abcd"] * 4, ["efgh"] * 4), ["abcdefghi"] * 4, False),  # another number of rows
+        ((["AB", "CD", "CD", "AB"], ["EF", "GH", "EF", "GH"]), ["abcd", "efgh", "efgh", "abcd"], True),  # in two epochs
+        ((["ab", "cd", "cd", "ab"], ["ef", "gh", "ef", "gh"]), ["abcd", "efgh", "efgh", "abcd"], False),
+        ((["AB", "CD", "xy", "zw"], ["EF", "GH", "vu", "ts"]), ["abcd", "efgh", "efgh", "abcd"], False),  # drawn anew
     ],
 )
 def test_rows_that_one_process_does_not_get_are_found_where_a_gradient_parts(

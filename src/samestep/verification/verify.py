@@ -251,7 +251,7 @@ def _verified(runner: Runner, steps: int) -> Report:
             _compare(runner, record, whole, own_pace, report)
             _compare_later(runner, record, whole, own_pace, report)
             if record.steps and not (recorded.has_failed or whole.has_failed):
-                _judge_own_pace(runner, record, own_pace(), report)
+                _judge_own_pace(runner, record, run_at_own_pace(), report)
                 _judge_sudden(runner, record, own_pace(), report)
     if recorded.has_failed:
         blame(recorded, whole, run_at_own_pace, report)
@@ -326,11 +326,12 @@ def _judge_cut(record: Record, alone: Record, report: Report, first: parts.Parts
         evaluation.judge(record, alone, report)
 
 
-def _judge_own_pace(runner: Runner, record: Record, alone: Record, report: Report) -> None:
+def _judge_own_pace(runner: Runner, record: Record, run: Run, report: Report) -> None:
     """Compares the ranks with one process that loads its samples by itself, and takes steps at its own pace.
 
     Where it trains as the ranks do, from the first step to the last, no comparison of parts says more.
     """
+    alone = run.record
     if not report.errors:
         own_data.judge(record, alone, report)
     if not report.errors and begins_apart(record, alone) and (first := _first_steps(runner, record)) is not None:
@@ -350,13 +351,13 @@ def _judge_own_pace(runner: Runner, record: Record, alone: Record, report: Repor
     for name in open_ones:
         report.cover(name, AGREES, margin)
     if compares_evaluation:
-        _judge_evaluation(runner, record, alone, report)
+        _judge_evaluation(runner, record, run, report)
 
 
-def _judge_evaluation(runner: Runner, record: Record, alone: Record, report: Report) -> None:
+def _judge_evaluation(runner: Runner, record: Record, run: Run, report: Report) -> None:
     """Compares evaluations with those of a process that has taken the ranks' steps; what differs, in float64 too."""
     again = Report(ranks=record.size)
-    evaluation.judge(record, alone, again)
+    evaluation.judge(record, run.record, again, unnamed=True)
     if again.coverage.get("evaluation") == AGREES:
         for found in [one for one in report.errors if one.code == "evaluation-inexact"]:
             report.withdraw(found, AGREES, "those of one process at its own pace")
@@ -367,7 +368,7 @@ def _judge_evaluation(runner: Runner, record: Record, alone: Record, report: Rep
         one = runner.recorded("evaluations of one process in float64", 1, **order)
         if not (ranks.has_failed or one.has_failed) and follows(ranks.record, one.record):
             in_float64 = Report(ranks=record.size)
-            evaluation.judge(ranks.record, one.record, in_float64)
+            evaluation.judge(ranks.record, one.record, in_float64, lambda: run, unnamed=True)
             report.add(found for found in in_float64.errors if found.code == "evaluation-inexact")
 
 

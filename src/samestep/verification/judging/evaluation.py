@@ -64,6 +64,7 @@ def judge(
     permuted: Callable[[], Run] | None = None,
     *,
     apart: bool = False,
+    unnamed: bool = False,
 ) -> None:
     """Adds what evaluations tell.
 
@@ -73,6 +74,7 @@ def judge(
         report: to add to.
         permuted: runs it once more from the same weights; numbers that are other ones then (times, say) tell nothing.
         apart: it has trained on the batches of one rank, since those of all cannot be joined.
+        unnamed: whether numbers count that the script calls by words of its own; the training is known to be the same.
     """
     report.add(_averaged(record))
     report.add(_loaded_apart(record))
@@ -103,6 +105,8 @@ def judge(
     if (found or printed.unknown) and permuted is not None and permuted().record.ranks:
         steady = _steady(theirs, outcomes(_placed(permuted().record).ranks[0]))
         found, printed, sums = _compared(record, evaluations, steady, may_differ, has_samples=bool(sampled))
+    if unnamed and not found and printed.unknown is not None and not _are_counts(printed.unknown, record.size):
+        found = [_printed(printed.unknown, record)]
     gathers = any(one.gathers for mine in evaluations for one in mine.values())
     hidden = bool(sampled) and printed.finest > _PRECISE and not gathers
     confirmed = (printed.alike and not hidden) or (printed.saturated and not sampled)
@@ -329,13 +333,24 @@ def _incomparable(printed: Alike, record: Record, *, by_batch: bool, of_parts: b
     if by_batch:
         return "the model is in training mode, and its BatchNorm makes of a sample what the others of its batch are"
     if printed.unknown is not None:
-        return f"a number that is printed at {printed.unknown} is not one process's, and what it means is not known"
+        return (
+            f"a number that is printed at {printed.unknown.where} is not one process's, and what it means is not known"
+        )
     if printed.unsure:
         return "it draws random numbers, alone other ones, and comes to another metric"
     if not any(_splits(record)) and printed.local is None:
         return NO_OUTCOME.partition(": ")[2]
     where = "" if printed.local is None else f" at {printed.local}"
     return f"each rank tells of its own part{where}, and nothing of the whole was seen" if of_parts else None
+
+
+def _are_counts(found: Difference, size: int) -> bool:
+    """Whether a number may be counted for each rank: it is N times one process's, or an Nth."""
+    try:
+        mine, theirs = float(found.mine), float(found.theirs)
+    except ValueError:
+        return True
+    return any(_close(mine, factor * theirs) for factor in (size, 1 / size))
 
 
 def _printed(difference: Difference, record: Record) -> Finding:

@@ -87,7 +87,7 @@ class Alike:
         local: where each rank prints numbers of its part, and says so or prints others of the whole too.
         unsure: lines that differ, and that may: by random numbers, or by what a batch is made of.
         unnamed: whether a line agrees in all its numbers, none of which has a known name.
-        unknown: where the first line is that does not, and that is not about the training.
+        unknown: the first such number that does not, in a line that is not about the training.
     """
 
     alike: bool = False
@@ -98,7 +98,7 @@ class Alike:
     local: str | None = None
     unsure: int = 0
     unnamed: bool = False
-    unknown: str | None = None
+    unknown: Difference | None = None
 
 
 def metrics_alike(
@@ -138,7 +138,9 @@ def _compared(
         pairs = list(zip(metrics(here), metrics(there), strict=False)) if there is not None else []
         if there is None or not pairs:
             same = _have_same_numbers(here, there) if there is not None else None
-            unnamed, unknown = unnamed or same is True, unknown or (here["where"] if same is False else None)
+            unnamed = unnamed or same is True
+            if there is not None and same is False:
+                unknown = unknown or _unnamed_difference(here, there)
             continue
         apart = list(_apart(pairs, here["where"]))
         agreeing = [one for one, other in pairs if one.number == other.number and not one.is_saturated]
@@ -181,13 +183,29 @@ def _by_label(text: str) -> tuple[list[str], list[str]]:
     """The numbers of a line whose words before them are not about the training, and those whose words are."""
     own: list[str] = []
     training: list[str] = []
+    for label, number in _labelled(text):
+        (training if _ABOUT_TRAINING.search(label) else own).append(number)
+    return own, training
+
+
+def _labelled(text: str) -> Iterator[tuple[str, str]]:
+    """The numbers of a line, each behind the words before it."""
     label, end = "", 0
     for match in _ANY.finditer(text):
         between = text[end : match.start()]
         label, end = between if re.search("[a-z]", between, re.IGNORECASE) else label, match.end()
         if _digits(match[1]) >= _DIGITS:
-            (training if _ABOUT_TRAINING.search(label) else own).append(match[1])
-    return own, training
+            yield label, match[1]
+
+
+def _unnamed_difference(here: Event, there: Event) -> Difference:
+    """The first number of a line that is not one process's, with the words before it; the whole line if none is."""
+    pairs = zip(_labelled(here["text"]), _labelled(there["text"]), strict=False)
+    label, mine, theirs = next(
+        ((label, mine, theirs) for (label, mine), (_, theirs) in pairs if mine != theirs),
+        ("", here["text"], there["text"]),
+    )
+    return Difference(label.strip(" ,;:=|-"), mine, theirs, here["where"], is_of_evaluation=True, start=0)
 
 
 def numbers_of(line: Event) -> list[float]:

@@ -13,7 +13,7 @@ from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
 from samestep.verification.journal import Event, place_of
-from samestep.verification.judging import own_pace
+from samestep.verification.judging import own_data, own_pace
 from samestep.verification.judging.record import Rank, Record, Run, calls_in, place_of_draw, reductions
 from samestep.verification.judging.samples import left_out, passed_over
 from samestep.verification.report import Report
@@ -115,7 +115,7 @@ def other_rows(record: Record, alone: Record) -> Finding | None:
 
     Its gradient must be another one, from the same parameters. The order of the samples may be another one, too: so
     either some of the rows are those of one process in each of the first steps, and others never come up there; or both
-    get the same rows again and again, and what they get in one such period differs.
+    get the same rows again and again, and what they get in one such period, or at all, differs.
     """
     found = own_pace.parting(record, alone, record.kept_steps)
     if found is None or _draw_apart(record, found.step["window"]):
@@ -134,6 +134,11 @@ def other_rows(record: Record, alone: Record) -> Finding | None:
     else:
         seen = {row for rows in theirs.values() for row in rows}
         foreign = sum(count for row, count in (ours - whole).items() if row not in seen)
+        window = found.step["window"]
+        is_drawn = own_data.draw_otherwise(record, alone, window)
+        if _are_all_seen(mine) and _are_all_seen(theirs) and not is_drawn and _are_as_long(record, alone, window):
+            is_other = foreign > max(record.size, _BY_CHANCE * ours.total())
+            return _others(record, found.step, ours, whole) if is_other else None
         shares = [(mine[one] & theirs[one]).total() / max(mine[one].total(), 1) for one in windows[:_FIRST]]
         is_other = len(shares) == _FIRST and min(shares) >= _ALIKE and _are_samples(record)
         is_other = is_other and foreign > max(record.size, _BY_CHANCE * ours.total())
@@ -178,6 +183,26 @@ def _period(counts: dict[int, Counter[str]]) -> int | None:
         if all(one == other for one, other in zip(steps, steps[period:], strict=False)):
             return period
     return None
+
+
+def _are_all_seen(counts: dict[int, Counter[str]]) -> bool:
+    """Whether all rows of the second half of the steps have come up in the first: there are no others."""
+    steps = list(counts.values())
+    first = {row for rows in steps[: len(steps) // 2] for row in rows}
+    return len(steps) > 1 and all(row in first for rows in steps[len(steps) // 2 :] for row in rows)
+
+
+def _are_as_long(record: Record, alone: Record, window: int) -> bool:
+    """Whether the rows of a step have as many numbers as those of one process: no rank has half of each row."""
+    mine, theirs = (
+        sum(
+            number
+            for rank in ranks
+            for number in {tuple(one["rows"]): one["numbers"] for one in rank.in_window(window, "input")}.values()
+        )
+        for ranks in (record.data.ranks, alone.ranks[:1])
+    )
+    return bool(mine == theirs)
 
 
 def _are_samples(record: Record) -> bool:

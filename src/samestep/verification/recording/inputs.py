@@ -112,8 +112,9 @@ class Inputs:
         wanted = [one for one in of_interest if one[2] is not None]
         kept = self.keeps() if trains else None
         given = self._given([*args, *kwargs.values()]) if wanted or kept is not None else []
+        numbers = sum(one.numel() for value in given for one in tensors_of(value)) if wanted else 0
         for kind, name, value in wanted if given else []:
-            self._journal.write(kind, **{name: value}, rows=row_digests(given))
+            self._journal.write(kind, **{name: value}, rows=row_digests(given), numbers=numbers)
         if kept is not None:
             self._journal.write("given", window=kept, kept=self._journal.keep(_numbers(given)))
 
