@@ -42,6 +42,7 @@ def large(*shape: int) -> dict[str, Any]:
         ((A, B), torch.cat([A, B]), "parts"),
         ((A, B), torch.cat([A, B], dim=1), "parts"),
         ((A, B), torch.stack([A[0], B[0], A[1], B[1]]), "parts"),  # data[rank::2]
+        ((A, B), torch.tensor([1.0, 5.0, 2.0, 6.0, 3.0, 7.0, 4.0, 8.0]), "parts"),  # cut, and flattened after that
         ((A, B), A, None),
         ((A[0], B[0]), torch.ones(3), None),
     ],

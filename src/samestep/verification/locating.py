@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from samestep.verification.findings import Finding
 from samestep.verification.judging import samples, shards, storage
 from samestep.verification.judging.causes import MOVED_APART, OUTSIDE, UNREACHED
 from samestep.verification.judging.lines import Lines
 from samestep.verification.judging.own_data import OWN_PART
 from samestep.verification.judging.own_pace import CARRIED_APART
+from samestep.verification.judging.parts import SAME_INPUTS
 from samestep.verification.judging.passes import are_loaded
 from samestep.verification.judging.paths import Paths
 from samestep.verification.judging.record import Record
@@ -28,7 +30,7 @@ def by_lines(runner: Runner, record: Record, steps: int, report: Report) -> None
     """Looks for the lines that make the errors, by what they compute on the ranks and in one process."""
     if record.is_averaged_within or any(rank.of("hook", "compressed") for rank in record.ranks):
         return
-    found_here = [one for one in report.errors if one.code in _LOCATED and not one.cause.endswith(CARRIED_APART)]
+    found_here = [one for one in report.errors if one.code in _LOCATED and not _is_by_own_pace(one)]
     wanted = {one.property: one for one in reversed(found_here)}
     for name, found in wanted.items():
         if name == "evaluation":
@@ -106,12 +108,16 @@ def by_samples(runner: Runner, record: Record, steps: int, report: Report) -> No
     first = record.ranks[0]
     for found in report.errors:
         step = first.steps[found.step] if found.step is not None and found.step < record.steps else None
-        by_own_pace = found.cause.endswith((OWN_PART, CARRIED_APART))
         is_unloaded = found.code in OF_SAMPLES and not are_loaded(record)
-        if step is None or not (by_own_pace or (is_unloaded and found.where == first.backward_of(step))):
+        if step is None or not (_is_by_own_pace(found) or (is_unloaded and found.where == first.backward_of(step))):
             continue  # or a better line is known
         how = {"steps": step["event"] + 1, "trace": {"window": step["window"], "samples": True}}
         ranks = runner.recorded(f"samples of {record.size} ranks", record.size, **how).record
         alone = runner.recorded("samples of one process", 1, **how)
         report.relocate(found, Lines(ranks, alone).located(found, of_samples=True))
         return
+
+
+def _is_by_own_pace(found: Finding) -> bool:
+    """Whether one process that loads its samples by itself tells it, and not one that is given the ranks'."""
+    return found.cause.endswith((OWN_PART, CARRIED_APART)) or found.cause.startswith(SAME_INPUTS)

@@ -264,10 +264,10 @@ def _verified(runner: Runner, steps: int) -> Report:
     if not recorded.has_failed:
         with leaving_open(report):
             restart.judge(runner, record, {"steps": steps, "passes": PASSES}, report)
-    if foreign is None and not recorded.has_failed:
-        for locate in (locating.by_lines, locating.by_decisions, locating.by_sources, locating.by_samples):
-            with leaving_open(report):
-                locate(runner, record, steps, report)
+    of_replicas = (locating.by_lines, locating.by_decisions, locating.by_sources) if foreign is None else ()
+    for locate in (*of_replicas, locating.by_samples) if not recorded.has_failed else ():
+        with leaving_open(report):
+            locate(runner, record, steps, report)
     report.conclude()
     report.remarks += _remarks(
         recorded.ended, report, [one["path"] for rank in record.ranks for one in rank.of("load")]

@@ -224,7 +224,7 @@ def _relation(one: dict[str, Any], ranks: list[dict[str, Any]]) -> str | None:
         totals = {"mean": stacked.mean(0), "sum": stacked.sum(0), "norm": stacked.square().sum(0).sqrt()}
         if (name := next((name for name, total in totals.items() if _is_near(total, whole)), None)) is not None:
             return name
-    if any(_are_parts(parts, whole, dim) for dim in range(whole.dim())):
+    if any(_are_parts(parts, whole, dim) for dim in range(whole.dim())) or _are_parts_in_any_order(parts, whole):
         return "parts"
     return "unknown" if any(each["cut"] for each in (one, *ranks)) else None
 
@@ -248,6 +248,14 @@ def _are_parts(parts: list[Tensor], whole: Tensor, dim: int) -> bool:
     if sum(part.shape[dim] for part in parts) != whole.shape[dim]:
         return False
     return _is_near(torch.cat(parts, dim), whole) or _is_near(in_turns(parts, dim), whole)
+
+
+def _are_parts_in_any_order(parts: list[Tensor], whole: Tensor) -> bool:
+    """Whether the ranks together have one process's numbers: it may be cut along a dim that is no dim any more."""
+    if sum(part.numel() for part in parts) != whole.numel():
+        return False
+    mine = torch.cat([part.flatten() for part in parts])
+    return _is_near(mine.sort().values, whole.flatten().sort().values)
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:

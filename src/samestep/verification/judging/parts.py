@@ -27,6 +27,7 @@ from samestep.verification.judging.placement import Place, make_the_whole, place
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.states import built_at, made
 
+SAME_INPUTS = "from the same parameters and inputs"
 FIRST = 3  # steps
 _FEWEST = 3  # gradients that are one process's: then so are its samples
 _NEAR = 1e-4  # of a gradient's norm; some scripts compute a part of it in float32
@@ -179,7 +180,7 @@ class Parts:
             return
         error = numerics.distance({"": apart[0].mine}, {"": apart[0].one}).whole
         cause = (
-            f"from the same parameters{'' if same else ' and inputs'} the gradient of {listed(names)} at step {number} "
+            f"{'from the same parameters' if same else SAME_INPUTS} the gradient of {listed(names)} at step {number} "
             f"differs from one process's, by {error:.1e} of its norm{rest}"
         )
         fix = (
