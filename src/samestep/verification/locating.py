@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 from samestep.verification.findings import Finding
-from samestep.verification.judging import samples, shards, storage
-from samestep.verification.judging.causes import MOVED_APART, OUTSIDE, UNREACHED
+from samestep.verification.judging import samples, shards, split, storage
+from samestep.verification.judging.causes import MOVED_APART, OUTSIDE, SHOWS_AT, UNREACHED
 from samestep.verification.judging.lines import Lines
 from samestep.verification.judging.own_data import OWN_PART
 from samestep.verification.judging.own_pace import CARRIED_APART
@@ -116,6 +117,14 @@ def by_samples(runner: Runner, record: Record, steps: int, report: Report) -> No
         alone = runner.recorded("samples of one process", 1, **how)
         report.relocate(found, Lines(ranks, alone).located(found, of_samples=True))
         return
+
+
+def by_split(runner: Runner, record: Record, steps: int, report: Report) -> None:
+    """Looks for the line at which the number of the rank chooses samples, where no other run has told a better one."""
+    del steps
+    for found in report.errors if not runner.script.is_module else ():
+        if found.code in OF_SAMPLES - {"datasets-differ"} and SHOWS_AT not in found.cause:
+            report.relocate(found, split.of_samples(found, record, Path(runner.script.program)))
 
 
 def _is_by_own_pace(found: Finding) -> bool:

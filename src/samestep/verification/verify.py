@@ -265,7 +265,7 @@ def _verified(runner: Runner, steps: int) -> Report:
         with leaving_open(report):
             restart.judge(runner, record, {"steps": steps, "passes": PASSES}, report)
     of_replicas = (locating.by_lines, locating.by_decisions, locating.by_sources) if foreign is None else ()
-    for locate in (*of_replicas, locating.by_samples) if not recorded.has_failed else ():
+    for locate in (*of_replicas, locating.by_samples, locating.by_split) if not recorded.has_failed else ():
         with leaving_open(report):
             locate(runner, record, steps, report)
     report.conclude()

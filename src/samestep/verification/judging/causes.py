@@ -12,6 +12,7 @@ from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record, reductions
 
 UNREACHED = "the reducer did not reach them"
+SHOWS_AT = "shows at"  # in a cause: where the line of a finding has been found already
 OUTSIDE = "something changes them outside the optimizer, on some ranks only"
 NO_GROUP = "the ranks have joined no process group, so each trains a model of its own"
 _NONE_REDUCED = "every micro-batch of the step ran under no_sync(), so none was reduced"
@@ -141,7 +142,7 @@ def located(finding: Finding, where: str | None, why: str) -> Finding:
     """Returns a finding with the line that was found for it, and why it is that one."""
     if not where or where == finding.where:
         return finding
-    shows = f" (shows at {finding.where})" if finding.where else ""
+    shows = f" ({SHOWS_AT} {finding.where})" if finding.where else ""
     return replace(finding, where=where, cause=f"{finding.cause}; {why}{shows}")
 
 

@@ -1,0 +1,69 @@
+"""Finds the lines of a script at which the number of the rank chooses samples: `data[rank::world_size]`.
+
+The source is read, not run: names that hold the rank, and what is indexed, counted or called with them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from samestep.verification.findings import Finding
+from samestep.verification.judging.causes import located
+from samestep.verification.judging.record import Record, line_of
+
+WHY = "the number of the rank chooses samples at this line"
+_RANK = re.compile(r"_?(?:global_|my_)?rank(?:_id)?|process_index", re.IGNORECASE).fullmatch
+_CHOOSING = {
+    *("range", "islice", "arange", "slice", "Subset", "chunk", "tensor_split", "array_split", "split", "shard", "skip"),
+    *("take", "narrow", "split_dataset_by_node", "DistributedSampler"),
+}
+_OTHERWISE = re.compile(r"seed|generator|default_rng|Random$|print|device|init_process_group|open$|join$").search
+_STREAM = "_InfiniteConstantSampler"  # the sampler of a DataLoader over an IterableDataset
+
+
+def of_samples(finding: Finding, record: Record, script: Path) -> Finding:
+    """Returns a finding about samples with the line that divides them, where one line of the script does.
+
+    It is looked for in the classes of the dataset and the sampler that a DataLoader has, and in the whole script where
+    there is no DataLoader, or it loads a stream.
+    """
+    passes = [one for rank in record.ranks for one in rank.of("pass")]
+    own = [one for one in passes if finding.where in {one["made"], one["sampler_made"], line_of(one["key"])}]
+    classes = {name for one in own for name in (one["dataset"], one["sampler"], one["cut_by"]) if name is not None}
+    is_anywhere = not passes or any(one["sampler"] == _STREAM for one in own)
+    try:
+        tree = ast.parse(script.read_text())
+    except (OSError, SyntaxError, ValueError):
+        return finding
+    inside = [part for part in ast.walk(tree) if isinstance(part, ast.ClassDef) and part.name in classes]
+    lines = sorted({line for part in inside for line in _lines(part)})
+    lines = lines or (sorted(_lines(tree)) if is_anywhere else [])
+    if not lines or lines[-1] - lines[0] >= len(lines):  # in several places
+        return finding
+    return located(finding, f"{script}:{lines[0]}", WHY)
+
+
+def _lines(tree: ast.AST, *, chooses: bool = False) -> Iterator[int]:
+    """Yields the lines of a tree at which a rank is an index, or a number from which places are counted."""
+    for part in ast.iter_child_nodes(tree):
+        if isinstance(part, ast.Call) and _OTHERWISE(_name(part.func)):
+            continue
+        is_chosen = chooses or (isinstance(tree, ast.Subscript) and part is tree.slice)
+        if is_chosen and _RANK(_name(part)):
+            yield getattr(part, "lineno", 0)
+            continue
+        is_counted = isinstance(part, ast.BinOp) or (
+            isinstance(part, ast.Compare) and not any(isinstance(one, ast.Constant) for one in part.comparators)
+        )
+        is_call = isinstance(part, ast.Call) and _name(part.func) in _CHOOSING
+        yield from _lines(part, chooses=is_chosen or is_counted or is_call)
+
+
+def _name(part: ast.AST) -> str:
+    """The last word of what is called, or of a name."""
+    if isinstance(part, ast.Call):
+        return _name(part.func).removeprefix("get_")
+    return part.attr if isinstance(part, ast.Attribute) else part.id if isinstance(part, ast.Name) else ""

@@ -1,0 +1,66 @@
+"""The line of a script at which the number of the rank chooses samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from journals import Event, record
+
+from samestep.verification.findings import Finding
+from samestep.verification.judging.split import of_samples
+
+STREAM = """
+import torch, torch.distributed as dist
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        torch.manual_seed(self.seed + self.rank)
+        {split}
+        yield from rows
+def main():
+    rank = dist.get_rank()
+    if rank == 0:
+        print("rank", rank)
+    torch.manual_seed(7 + rank)
+    {outside}
+"""
+
+
+def found(tmp_path: Path, text: str, *passes: Event) -> str | None:
+    (script := tmp_path / "train.py").write_text(text)
+    finding = Finding(code="samples-missing", where="train.py:30", cause="twice", fix=None)
+    where = of_samples(finding, record([*passes]), script).where
+    return None if where is None or where == "train.py:30" else where.rpartition(":")[2]
+
+
+def loader(dataset: str, sampler: str = "_InfiniteConstantSampler") -> Event:
+    about = {"dataset": dataset, "sampler": sampler, "cut_by": None, "made": None, "sampler_made": None}
+    return {"kind": "pass", "key": "train.py:30#0", "number": 0, **about}
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        "rows = islice(self.rows, self.rank, None, self.world)",
+        "rows = self.rows[self.rank :: self.world]",
+        "rows = (row for number, row in enumerate(self.rows) if number % self.world == self.rank)",
+        "rows = read(self.rank + get_worker_info().id)",
+    ],
+)
+def test_the_line_of_a_stream_is_found(tmp_path: Path, split: str) -> None:
+    text = STREAM.format(split=split, outside="others = data[rank::2]")
+    assert found(tmp_path, text, loader("Stream")) == "6"
+
+
+def test_outside_of_the_dataset_it_is_found_if_it_is_one_line(tmp_path: Path) -> None:
+    one = STREAM.format(split="rows = self.rows", outside="stream = Stream(rows).shard(world, rank).skip(3)")
+    assert found(tmp_path, one, loader("Stream")) == "13"
+    assert found(tmp_path, one) == "13"
+    assert found(tmp_path, one, loader("TensorDataset", "RandomSampler")) is None
+    several = STREAM.format(split="rows = self.rows", outside="a = data[rank::2]\n    pass\n    b = data[rank]")
+    assert found(tmp_path, several) is None
+
+
+def test_a_script_that_cannot_be_read_tells_nothing(tmp_path: Path) -> None:
+    assert found(tmp_path, "def (") is None
+    assert found(tmp_path, "x = 1") is None
