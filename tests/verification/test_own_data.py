@@ -14,10 +14,11 @@ from torch import Tensor
 from samestep.verification.findings import AGREES
 from samestep.verification.journal import value_path
 from samestep.verification.judging import own_data
-from samestep.verification.judging.own_pace import follows, go_together, sudden
-from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.own_pace import begins_apart, follows, go_together, sudden
+from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner
+from samestep.verification.runs import Ended
 from samestep.verification.verify import _judge_own_pace
 
 ROWS = torch.arange(32, dtype=torch.float64).reshape(16, 2) ** 2
@@ -198,7 +199,8 @@ def test_what_one_process_at_its_own_pace_has_too_is_no_error(tmp_path: Path) ->
     report = Report(ranks=2, steps=4)
     codes = ("gradient-scale", "samples-missing", "parameters-diverged", "same-order-every-epoch")
     report.add(Finding(code=code, cause="…") for code in codes)
-    _judge_own_pace(cast("Runner", None), ranks, alone, report)
+    run = Run(Ended(code=0, hung=False, failure=None, folder=tmp_path), alone)
+    _judge_own_pace(cast("Runner", None), ranks, run, report)
     assert [one.code for one in report.errors] == ["parameters-diverged", "same-order-every-epoch"]
     assert report.coverage["gradients"] == report.coverage["updates"] == AGREES
     assert report.coverage["data"] != AGREES
@@ -228,3 +230,51 @@ def test_a_step_at_which_one_process_parts_from_the_ranks(
             )
     step = sudden(ranks, one)
     assert (None if step is None else step["event"]) == at
+
+
+def begun(record: Record, *more: Event) -> Record:
+    """The same processes, which begin with one parameter."""
+    start: Event = {"kind": "start", "parameters": {"w": "both"}}
+    return Record(record.folder, [Rank(rank.number, [start, *more, *rank.events]) for rank in record.ranks])
+
+
+@pytest.mark.parametrize(
+    ("norms", "how", "more", "apart"),
+    [
+        ([1.5, 2.0], {}, [], True),
+        ([1.001, 2.0], {}, [], False),
+        ([1.5, 2.0], {"rate": 0.2}, [], False),
+        ([1.5, 2.0], {}, [{"kind": "hook", "name": "top_k", "where": "train.py:9"}], False),
+        ([1.5, 2.0], {}, [{"kind": "start", "parameters": {"w": "both"}, "local_norms": 1}], False),
+        ([1.5, 2.0], {}, [{"kind": "wrap", "local_norms": 0, "wrapper": "DistributedDataParallel"}], True),
+    ],
+    ids=["other", "rounded", "another rate", "compressed", "local statistics", "wrapped"],
+)
+def test_a_first_step_that_is_not_one_process_s(
+    tmp_path: Path, norms: list[float], how: dict[str, float], more: list[Event], *, apart: bool
+) -> None:
+    ranks = begun(trains(tmp_path / "ranks", [1.0, 2.0], ranks=2), *more)
+    one = begun(trains(tmp_path / "alone", norms, **how), *(event for event in more if event["kind"] == "start"))
+    assert begins_apart(ranks, one) is apart
+    if more and more[0]["kind"] == "start":
+        return
+    ranks.ranks[1].events[-3]["gradients"] = {"w": "another"}
+    assert not begins_apart(ranks, one)
+
+
+def test_the_norm_of_a_gradient_that_is_cut_is_that_of_its_parts() -> None:
+    """Of two ranks that hold one part, one counts; what every rank has whole counts once."""
+    norms = [{"w": 3.0, "b": 2.0}, {"w": 4.0, "b": 2.0}, {"w": 4.0, "b": 2.0}]
+    places = ("[0]+[2]", "[2]+[2]", "[2]+[2]")
+    ranks = [
+        Rank(
+            number,
+            [
+                {"kind": "start", "parameters": {"w": f"{place} digest"}},
+                {**step(0, "g", norms=own), "gradients": {"w": f"{place} g", "b": "g"}},
+            ],
+        )
+        for number, (own, place) in enumerate(zip(norms, places, strict=True))
+    ]
+    record = Record(Path(), ranks)
+    assert record.norms(ranks[0].steps[0]) == {"w": 5.0, "b": 2.0}

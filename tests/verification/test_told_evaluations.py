@@ -11,7 +11,7 @@ from journals import Event, ended, passed, record
 from samestep.runtime.digest import digest
 from samestep.verification import journal
 from samestep.verification.judging import evaluation
-from samestep.verification.judging.printed import metrics_alike
+from samestep.verification.judging.printed import Difference, metrics_alike
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.inputs import Inputs
 from samestep.verification.report import Report
@@ -192,6 +192,34 @@ def test_several_numbers_behind_one_name_are_compared(text: str, mine: str, thei
     line = {"kind": "printed", "phase": 1, "where": "train.py:50", "drew": None}
     ranks, alone = ({place: {**line, "text": text.format(numbers)}} for numbers in (mine, theirs))
     assert (metrics_alike([ranks], alone).different is not None) == differ
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "unknown"),
+    [
+        ("loss 0.4127 same species first 0.7100", "loss 0.4127 same species first 0.8200", ("0.7100", "0.8200")),
+        ("loss 0.4127 same species first 0.7100", "loss 0.4127 same species first 0.7100", None),
+        ("loss 0.4127 same species first 0.7100", "loss 0.5000 same species first 0.8200", None),  # of a rank
+        ("epoch 3 took 0.51 s", "epoch 3 took 0.73 s", None),
+    ],
+)
+def test_a_number_that_the_script_calls_by_its_own_words(
+    mine: str, theirs: str, unknown: tuple[str, str] | None
+) -> None:
+    place = ("1.1", "train.py:50", "epoch##", 1)
+    line = {"kind": "printed", "phase": 1, "where": "train.py:50", "drew": None}
+    found = metrics_alike([{place: {**line, "text": mine}}], {place: {**line, "text": theirs}}).unknown
+    assert (None if found is None else (found.name, found.mine, found.theirs)) == (
+        None if unknown is None else ("same species first", *unknown)
+    )
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "counts"), [("0.40", "0.80", True), ("1.6", "0.8", True), ("0.7", "0.8", False)]
+)
+def test_a_number_of_each_rank_s_own_is_an_nth(mine: str, theirs: str, *, counts: bool) -> None:
+    found = Difference("seen", mine, theirs, "train.py:50", is_of_evaluation=True, start=0)
+    assert evaluation._are_counts(found, 2) is counts
 
 
 def test_a_mean_of_the_ranks_is_not_divided_again() -> None:

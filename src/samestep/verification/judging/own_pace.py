@@ -89,15 +89,18 @@ def _is_taken(record: Record, alone: Record, place: int, most: float) -> bool:
 def begins_apart(record: Record, alone: Record) -> bool:
     """Returns whether one process has other gradients at the first step, from the same parameters and at equal rates.
 
-    Not where a part of the model normalises by a rank's own samples, which is declared.
+    Not where the script declares that: ranks step by themselves, or compress, or normalise by their own samples.
     """
     if not (record.ranks and alone.ranks and record.steps and alone.steps) or record.is_cut:
         return False
     starts = [[start["parameters"] for start in one.ranks[0].of("start")] for one in (record, alone)]
     if starts[0] != starts[1] or not starts[0] or record.is_averaged_within or record.has_local_norms:
         return False
-    step, other = record.ranks[0].steps[0], alone.ranks[0].steps[0]
-    return bool(step["rates"] == other["rates"]) and not _is_taken(record, alone, 0, _FAR)
+    if any(rank.of("hook", "compressed", "local_steps") for rank in record.ranks):
+        return False
+    steps, other = record.events_of_step(0), alone.ranks[0].steps[0]
+    are_replicas = all(step["gradients"] == steps[0]["gradients"] for step in steps)
+    return are_replicas and bool(steps[0]["rates"] == other["rates"]) and not _is_taken(record, alone, 0, _FAR)
 
 
 def sudden(record: Record, alone: Record) -> Event | None:
