@@ -256,10 +256,12 @@ def test_a_first_step_that_is_not_one_process_s(
     ranks = begun(trains(tmp_path / "ranks", [1.0, 2.0], ranks=2), *more)
     one = begun(trains(tmp_path / "alone", norms, **how), *(event for event in more if event["kind"] == "start"))
     assert begins_apart(ranks, one) is apart
-    if more and more[0]["kind"] == "start":
-        return
-    ranks.ranks[1].events[-3]["gradients"] = {"w": "another"}
-    assert not begins_apart(ranks, one)
+
+
+def test_ranks_whose_first_gradients_differ_are_left_to_others(tmp_path: Path) -> None:
+    ranks, one = trains(tmp_path / "ranks", [1.0, 2.0], ranks=2), trains(tmp_path / "alone", [1.5, 2.0])
+    ranks.ranks[1].events[0]["gradients"] = {"w": "another"}
+    assert not begins_apart(begun(ranks), begun(one))
 
 
 def test_the_norm_of_a_gradient_that_is_cut_is_that_of_its_parts() -> None:
