@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from samestep.runtime.digest import digest
+
 Values = Mapping[str, Tensor]  # by name
 
 
@@ -54,8 +56,11 @@ def places(held: Values, whole: Values) -> dict[str, Place]:
     """
     found: dict[str, Place] = {}
     several: dict[str, list[str]] = {}
+    by_values: dict[str, list[str]] = {}
+    for name, value in whole.items():
+        by_values.setdefault(digest(value), []).append(name)
     for name, value in held.items():
-        equal = [other for other, one in whole.items() if one.shape == value.shape and torch.equal(one, value)]
+        equal = by_values.get(digest(value), [])
         if len(equal) == 1:
             found[name] = Place(equal[0])
         elif equal:
@@ -83,23 +88,13 @@ def _cut_along(value: Tensor, whole: Tensor) -> int | None:
 
 def _slices(value: Tensor, whole: Tensor, dim: int) -> Tensor | None:
     """The numbers of the slices that a part holds; none if several are alike, and None if one is not found."""
-    known: dict[bytes, int] = {}
-    theirs = list(_bytes(whole, dim))
-    for number, one in enumerate(theirs):
-        known.setdefault(one, number)
-    numbers = [known.get(one) for one in _bytes(value, dim)]
+    known: dict[str, int] = {}
+    for number, one in enumerate(whole.movedim(dim, 0)):
+        known.setdefault(digest(one), number)
+    numbers = [known.get(digest(one)) for one in value.movedim(dim, 0)]
     if None in numbers:
         return None
-    return torch.tensor(numbers if len(known) == len(theirs) else [], dtype=torch.long)
-
-
-def _bytes(tensor: Tensor, dim: int) -> Iterator[bytes]:
-    slices = tensor.detach().movedim(dim, 0).contiguous()
-    yield from (
-        (one.numpy().tobytes() for one in slices.flatten(1) if one.numel())
-        if slices.dim() > 1
-        else (one.numpy().tobytes() for one in slices)
-    )
+    return torch.tensor(numbers if len(known) == whole.shape[dim] else [], dtype=torch.long)
 
 
 def _beside(name: str, found: Mapping[str, Place]) -> Iterator[str]:
