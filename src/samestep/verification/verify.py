@@ -228,10 +228,9 @@ def _verified(runner: Runner, steps: int) -> Report:
     for judge in judges if record.ranks else []:
         with leaving_open(report):
             judge(record, report)
-    if whole is not None and record.steps and not record.is_cut and foreign is not None and not whole.has_failed:
+    if whole is not None and record.steps and foreign is not None and not (whole.has_failed or recorded.has_failed):
         with leaving_open(report):
-            if not recorded.has_failed:
-                _judge_cut(record, own_pace(), report, _first_steps(runner, record))
+            _judge_cut(record, own_pace(), report, _first_steps(runner, record))
     if record.ranks and whole is not None and foreign is None:
         with leaving_open(report):
             chance.judge(record, whole, report)
@@ -302,6 +301,7 @@ def _judge_pipeline(runner: Runner, record: Record, report: Report) -> None:
 
 def _first_steps(runner: Runner, record: Record) -> parts.Parts | None:
     """Records the first steps of the ranks, and of one process at its own pace, in float64; all keep what they hold."""
+    runner.plan(2)
     for type_, double in (("in float64", True), ("in their own types", False)):
         order = {"steps": parts.FIRST, "keep": [*range(parts.FIRST)], "everywhere": True, "double": double}
         name = f"{parts.FIRST} steps {type_}"

@@ -26,6 +26,7 @@ from samestep.verification.judging import own_data
 from samestep.verification.judging.placement import Place, make_the_whole, places
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.states import built_at, made
+from samestep.verification.recording.parts import Part
 
 SAME_INPUTS = "from the same parameters and inputs"
 FIRST = 3  # steps
@@ -227,20 +228,26 @@ def _parameters(record: Record, rank: Rank) -> dict[str, Tensor]:
         return {}
     held = record.value(rank.number, begun[-1]["kept"])["parameters"]
     return {
-        _name(optimizer, name): one
+        _name(optimizer, name): values
         for optimizer, parameters in held.items()
         for name, one in parameters.items()
-        if isinstance(one, Tensor)
+        if (values := _values(one)) is not None
     }
 
 
 def _gradients(record: Record, rank: Rank, number: int) -> dict[str, Tensor]:
     step = rank.steps[number]
     return {
-        _name(step["optimizer"], name): one.to_dense().double() if one.layout != torch.strided else one.double()
+        _name(step["optimizer"], name): values.to_dense().double()
         for name, one in record.value(rank.number, step["kept"]).items()
-        if isinstance(one, Tensor)
+        if (values := _values(one)) is not None
     }
+
+
+def _values(one: Any) -> Tensor | None:
+    """What a rank holds, also of a DTensor; None of a sum that is due."""
+    values = one.values if isinstance(one, Part) else one
+    return values if isinstance(values, Tensor) and values.numel() else None
 
 
 def _name(optimizer: int, name: str) -> str:

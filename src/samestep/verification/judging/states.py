@@ -98,8 +98,7 @@ def by_hand(record: Record, whole: Run) -> str | None:
 
     What DistributedDataParallel holds is declared to be replicated, but for what it is told to ignore, and where one
     process has parameters that a rank lacks. For the rest the script alone tells: it has the parameters that each rank
-    has, or each rank has a part of a model (tensor, pipeline or expert parallelism by hand). Such parts cannot be put
-    together.
+    has, or each rank has a part of a model (tensor, pipeline or expert parallelism by hand).
     """
     if not record.steps or any(rank.of("called") for rank in record.ranks):
         return None
