@@ -208,7 +208,8 @@ def _verified(runner: Runner, steps: int) -> Report:
     record = recorded.record
     steps = max(steps, record.asked)
     report = Report(ranks=record.size or runner.ranks, steps=record.asked, remarks=remarks)
-    foreign = states.foreign_to(record) or (None if whole is None else states.by_hand(record, whole))
+    cut_by_hand = None if whole is None else states.by_hand(record, whole)
+    foreign = states.foreign_to(record) or cut_by_hand
     if foreign is not None:
         for name in DECISIVE:
             report.cover(name, unchecked(foreign))
@@ -230,7 +231,8 @@ def _verified(runner: Runner, steps: int) -> Report:
             judge(record, report)
     if whole is not None and record.steps and foreign is not None and not (whole.has_failed or recorded.has_failed):
         with leaving_open(report):
-            _judge_cut(record, own_pace(), report, _first_steps(runner, record))
+            first = _first_steps(runner, record) if foreign == cut_by_hand else None
+            _judge_cut(record, own_pace(), report, first)
     if record.ranks and whole is not None and foreign is None:
         with leaving_open(report):
             chance.judge(record, whole, report)

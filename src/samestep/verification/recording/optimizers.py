@@ -320,8 +320,10 @@ def norms_of(gradients: Mapping[str, Any]) -> dict[str, float]:
 def _part_of(gradient: Any) -> Any:
     """This rank's numbers of what may be cut; None of a sum over the ranks that has not been taken."""
     if hasattr(gradient, "placements"):
-        is_due = any(placement.is_partial() for placement in gradient.placements)
-        return None if is_due else gradient.to_local()
+        if any(placement.is_partial() for placement in gradient.placements):
+            return None
+        local = gradient.to_local()
+        return local.wait() if hasattr(local, "wait") else local  # a collective may be on its way
     return gradient.values if hasattr(gradient, "place") else gradient
 
 
