@@ -93,6 +93,15 @@ def test_every_second_row_and_three_parts_in_one_are_found() -> None:
     assert places({"qkv": fused + 0.5}, whole) == {}
 
 
+def test_the_last_part_of_a_vector_may_be_padded() -> None:
+    whole = {"flat": torch.tensor([1.0, 0.0, 0.0, 2.0, 3.0])}
+    last = {"flat": torch.tensor([2.0, 3.0, 0.0])}
+    found = [places({"flat": whole["flat"][:3]}, whole), places(last, whole)]
+    assert make_the_whole(found, whole)
+    assert found[1]["flat"].held(last["flat"]).tolist() == [2.0, 3.0]
+    assert places({"flat": torch.tensor([2.0, 3.0, 9.0])}, whole) == {}
+
+
 def test_gradients_of_all_parts_agree(tmp_path: Path) -> None:
     whole = parts(tmp_path, halves(GRADIENTS))
     assert whole.agree()

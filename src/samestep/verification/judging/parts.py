@@ -138,7 +138,8 @@ class Parts:
                 if place is None or not place.is_known or whole.get(place.name) is None:
                     continue
                 key = f"{rank.number} {name}"
-                mine[key], theirs[key], about[key] = one, place.of(whole[place.name]), (rank, name, place)
+                mine[key], theirs[key] = place.held(one), place.of(whole[place.name])
+                about[key] = (rank, name, place)
         errors = numerics.distance(mine, theirs).errors
         size = math.hypot(*(float(one.norm()) for one in theirs.values()))
         pairs = {key: _Pair(*about[key], mine[key], theirs[key]) for key in mine}

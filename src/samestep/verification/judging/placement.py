@@ -42,6 +42,12 @@ class Place:
         """What two ranks that hold the same part have in common; None of a whole parameter."""
         return None if self.dim is None else (self.dim, *([] if self.index is None else self.index.tolist()))
 
+    def held(self, part: Tensor) -> Tensor:
+        """Returns a rank's part without what it is padded with."""
+        if self.dim is None or self.index is None:
+            return part
+        return part.narrow(self.dim, 0, len(self.index))
+
     def of(self, whole: Tensor) -> Tensor:
         """Returns what lies there in a tensor of the whole parameter's shape."""
         if self.dim is None or self.index is None:
@@ -88,6 +94,13 @@ def _cut_along(value: Tensor, whole: Tensor) -> int | None:
 
 def _slices(value: Tensor, whole: Tensor, dim: int) -> Tensor | None:
     """The numbers of the slices that a part holds; none if several are alike, and None if one is not found."""
+    size = value.shape[dim]
+    blocks = [at for at in range(0, whole.shape[dim] - size + 1, size) if whole.narrow(dim, at, size).equal(value)]
+    if len(blocks) == 1:
+        return torch.arange(blocks[0], blocks[0] + size)
+    left = whole.shape[dim] % size  # the last part of a vector is padded with zeros
+    if value.dim() == 1 and left and whole[-left:].equal(value[:left]) and not value[left:].any():
+        return torch.arange(whole.shape[dim] - left, whole.shape[dim])
     known: dict[str, int] = {}
     for number, one in enumerate(whole.movedim(dim, 0)):
         known.setdefault(digest(one), number)
