@@ -162,11 +162,13 @@ def test_a_sum_on_the_way_to_the_loss_that_is_not_one_process_s_is_named(
     assert (None if found is None else found.where) == ("train.py:9" if is_found else None)
 
 
-def traced(folder: Path, *lines: tuple[str, str, Tensor, dict[str, Any]]) -> list[dict[str, Any]]:
+def traced(
+    folder: Path, *lines: tuple[str, str, Tensor, dict[str, Any]], segment: str = "forward"
+) -> list[dict[str, Any]]:
     """What one process has kept of these lines: where, which function, and what it has brought."""
     path = value_path(folder, 0, 1)
     path.parent.mkdir(parents=True)
-    told = [{"place": ("forward", where, name, 1), **kept(value), **more} for where, name, value, more in lines]
+    told = [{"place": (segment, where, name, 1), **kept(value), **more} for where, name, value, more in lines]
     torch.save(told, path)
     return [{"kind": "lines", "kept": 1}]
 
@@ -205,6 +207,26 @@ def test_a_sum_over_the_ranks_in_the_tensor_that_a_line_adds_to_is_named(
     ]
     alone = [*before, ("train.py:9", "__iadd__", torch.tensor([6.0, 4.0, 1.0]), adds)]
     assert located(tmp_path, mine, alone).where == where
+
+
+@pytest.mark.parametrize(("gathered", "where"), [(True, "train.py:59"), (False, "train.py:64")])
+def test_rows_in_another_order_are_named_where_they_are_brought_together(
+    tmp_path: Path, *, gathered: bool, where: str
+) -> None:
+    """One process comes by no all_gather; the first line that both come by is behind it."""
+    records = []
+    for name, values in (("ranks", torch.tensor([1.0, 3.0, 2.0])), ("alone", torch.tensor([1.0, 2.0, 3.0]))):
+        lines = [
+            ("train.py:57", "relu", A, {}),
+            ("train.py:59", "all_gather", B, {}),
+            ("train.py:64", "sub", values, {}),
+        ]
+        events = traced(tmp_path / name, *(lines if name == "ranks" else lines[::2]), segment="evaluation")
+        more = [{"kind": "collected", "where": "train.py:59", "rows": []}] if gathered else []
+        records.append(Record(tmp_path / name, [Rank(0, [*more, *events])]))
+    run = Run(Ended(code=0, hung=False, failure=None, folder=tmp_path), records[1])
+    finding = Finding(code="evaluation-inexact", where="train.py:59", cause="other rows")
+    assert Lines(records[0], run).located(finding).where == where
 
 
 def test_a_term_that_every_rank_has_whole_is_named_where_gradients_are_added_up(tmp_path: Path) -> None:

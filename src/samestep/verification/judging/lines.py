@@ -90,7 +90,7 @@ class Lines:
                 return located(finding, self._without_gradient(), why)
         else:
             line = _first_apart(lines, all_lines=of_samples)
-        if line is None:
+        if line is None or (finding.property == "evaluation" and self._is_behind_rows(line, finding.where)):
             return finding
         if line.summed is not None:
             why = f"this line writes a sum over the ranks into what {line.where} adds to: what was there counts again"
@@ -108,6 +108,17 @@ class Lines:
             for mine, *theirs in zip(*alone, *_traces(self.ranks), strict=False)
             for line in _lines(mine, theirs, segments)
         ]
+
+    def _is_behind_rows(self, line: Line, where: str | None) -> bool:
+        """Whether a line uses what the ranks have brought together at another: rows, in an order that may be wrong."""
+        rank = self.ranks.ranks[0]
+        if where not in {event["where"] for event in rank.of("collected") if "rows" in event}:
+            return False
+        for trace in _traces(self.ranks)[0]:
+            places = list(trace)
+            if line.place in trace and where in {place[1] for place in places[: places.index(line.place)]}:
+                return True
+        return False
 
     def _without_gradient(self) -> str | None:
         """The line of a collective before the backward pass that is given a tensor of which gradients are taken.
