@@ -215,7 +215,7 @@ def test_rows_in_another_order_are_named_where_they_are_brought_together(
 ) -> None:
     """One process comes by no all_gather; the first line that both come by is behind it."""
     records = []
-    for name, values in (("ranks", torch.tensor([1.0, 3.0, 2.0])), ("alone", torch.tensor([1.0, 2.0, 3.0]))):
+    for name, values in (("ranks", torch.tensor([1.0, 4.0, 2.0])), ("alone", torch.tensor([1.0, 2.0, 3.0]))):
         lines = [
             ("train.py:57", "relu", A, {}),
             ("train.py:59", "all_gather", B, {}),
