@@ -258,6 +258,13 @@ def test_a_first_step_that_is_not_one_process_s(
     assert begins_apart(ranks, one) is apart
 
 
+def test_micro_batches_of_another_number_are_left_to_others(tmp_path: Path) -> None:
+    """A model may normalise over them."""
+    ranks, one = trains(tmp_path / "ranks", [1.0, 2.0], ranks=2), trains(tmp_path / "alone", [1.5, 2.0])
+    one.ranks[0].events[0]["micro"] = 2
+    assert not begins_apart(begun(ranks), begun(one))
+
+
 def test_ranks_whose_first_gradients_differ_are_left_to_others(tmp_path: Path) -> None:
     ranks, one = trains(tmp_path / "ranks", [1.0, 2.0], ranks=2), trains(tmp_path / "alone", [1.5, 2.0])
     ranks.ranks[1].events[0]["gradients"] = {"w": "another"}

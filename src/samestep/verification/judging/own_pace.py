@@ -89,7 +89,8 @@ def _is_taken(record: Record, alone: Record, place: int, most: float) -> bool:
 def begins_apart(record: Record, alone: Record) -> bool:
     """Returns whether one process has other gradients at the first step, from the same parameters and at equal rates.
 
-    Not where the script declares that: ranks step by themselves, or compress, or normalise by their own samples.
+    Not where the script declares that: ranks step by themselves, or compress, or normalise by their own samples; nor
+    where one process takes other micro-batches, over which a model may normalise.
     """
     if not (record.ranks and alone.ranks and record.steps and alone.steps) or record.is_cut:
         return False
@@ -100,7 +101,8 @@ def begins_apart(record: Record, alone: Record) -> bool:
         return False
     steps, other = record.events_of_step(0), alone.ranks[0].steps[0]
     are_replicas = all(step["gradients"] == steps[0]["gradients"] for step in steps)
-    return are_replicas and bool(steps[0]["rates"] == other["rates"]) and not _is_taken(record, alone, 0, _FAR)
+    is_alike = all(step["rates"] == other["rates"] and step["micro"] == other["micro"] for step in steps)
+    return are_replicas and is_alike and not _is_taken(record, alone, 0, _FAR)
 
 
 def sudden(record: Record, alone: Record) -> Event | None:

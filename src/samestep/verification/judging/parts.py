@@ -91,11 +91,17 @@ class Parts:
             if not apart:
                 continue
             steps = [rank.steps[number] for rank in self.record.ranks]
-            is_known = inputs_are_known and not number and self.are_whole
+            is_known = inputs_are_known and not number and self.are_whole and not self._normalise_apart
             is_known = is_known or (len(same) >= _FEWEST and not only_by_inputs)
             if is_known and self._have_its_rates(number):
                 yield from self._explained(number, steps, same, apart)
             return
+
+    @property
+    def _normalise_apart(self) -> bool:
+        """Whether a model normalises over micro-batches that are others than in one process."""
+        every = [*self.record.ranks, self.alone.ranks[0]]
+        return self.record.has_local_norms and len({rank.steps[0]["micro"] for rank in every}) > 1
 
     @property
     def have_the_same_inputs(self) -> bool:
