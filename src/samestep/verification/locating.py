@@ -123,7 +123,8 @@ def by_split(runner: Runner, record: Record, steps: int, report: Report) -> None
     """Looks for the line at which the number of the rank chooses samples, where no other run has told a better one."""
     del steps
     for found in report.errors if not runner.script.is_module else ():
-        if found.code in OF_SAMPLES - {"datasets-differ"} and SHOWS_AT not in found.cause:
+        is_known = SHOWS_AT in found.cause or samples.OF_WORKERS in found.cause
+        if found.code in OF_SAMPLES - {"datasets-differ"} and not is_known:
             report.relocate(found, split.of_samples(found, record, Path(runner.script.program)))
 
 

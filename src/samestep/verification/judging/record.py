@@ -292,12 +292,10 @@ class Record:
         return [self.value(rank.number, event[key]) for rank, event in pairs if event[key] is not None]
 
     def _whole(self, events: list[Event]) -> Any:
-        values = self._kept(events)
-        if len(values) == 1:
-            return values[0]
-        from samestep.verification.recording.parts import joined
+        from samestep.verification.recording.parts import has_parts, joined
 
-        return joined(values)
+        values = self._kept(events)
+        return values[0] if len(values) == 1 and not has_parts(values[0]) else joined(values)
 
     @cached_property
     def wrappers(self) -> set[str]:

@@ -28,6 +28,7 @@ _BY_CHANCE = 0.02  # of the samples of a dataset may be alike without being one
 _LEFT_OUT = 0.25  # of what one process reads, at least; less may be tails, one for each rank
 _READ = 0.9  # of what one process reads, at least, or as far as it goes there is not seen
 _FEWEST = 16  # samples that are in one order on two sides, not by chance
+OF_WORKERS = "workers of a rank yields the same samples"
 CHOSEN = "that every rank chooses"
 _AS_CHOSEN = 0.8  # of the samples that one process chooses
 _DRAWN = 20  # equal pairs to be expected of drawing with replacement: none at all is then not chance
@@ -405,7 +406,7 @@ def _why_repeated(group: Sequence[Pass], identities: list[list[Any]]) -> tuple[s
     is_within = any(len(theirs) > len(set(theirs)) for theirs in identities)
     if first.indices is None and is_within and first.about["workers"] > 1:
         return (
-            f"each of {first.about['workers']} workers of a rank yields the same samples",
+            f"each of {first.about['workers']} {OF_WORKERS}",
             "split the stream by worker too: info = get_worker_info(); yield every (rank·workers + info.id)-th sample",
         )
     if first.indices is None:
