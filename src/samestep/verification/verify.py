@@ -43,7 +43,7 @@ from samestep.verification.judging import (
 )
 from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.others import Others
-from samestep.verification.judging.own_pace import begins_apart, follows, parted, sudden
+from samestep.verification.judging.own_pace import begins_apart, each_has_all, follows, parted, sudden
 from samestep.verification.judging.passes import are_loaded
 from samestep.verification.judging.record import Record, Run
 from samestep.verification.judging.reference import Comparison
@@ -339,7 +339,7 @@ def _judge_own_pace(runner: Runner, record: Record, run: Run, report: Report) ->
     if not report.errors and begins_apart(record, alone) and (first := _first_steps(runner, record)) is not None:
         report.add(first.findings(inputs_are_known=first.have_the_same_inputs, only_by_inputs=True))
     open_ones = [name for name in _OF_TRAINING if is_open(report, name)]
-    of_samples = set() if record.is_cut_short else locating.OF_SAMPLES
+    of_samples = set() if record.is_cut_short or each_has_all(record) else locating.OF_SAMPLES
     accusing = [
         one for one in report.errors if one.code in _OF_STEPS or (one.property == "data" and one.code in of_samples)
     ]

@@ -86,6 +86,17 @@ def _is_taken(record: Record, alone: Record, place: int, most: float) -> bool:
     )
 
 
+def each_has_all(record: Record) -> bool:
+    """Returns whether the ranks come to one gradient by themselves: with the samples of one process, each of them."""
+    own = [record.own(step) for step in record.kept_steps]
+    return any(own) and all(
+        numerics.distance(other, parts[0]).worst <= numerics.limit(0.0, parts[0])
+        for parts in own
+        if parts
+        for other in parts[1:]
+    )
+
+
 def begins_apart(record: Record, alone: Record) -> bool:
     """Returns whether one process has other gradients at the first step, from the same parameters and at equal rates.
 
