@@ -83,8 +83,9 @@ def test_a_column_of_one_number_is_rounded_too(tmp_path: Path, third: float, *, 
         {"kind": "noise", "key": "train.py:10#1", "number": 0},
         {"kind": "seeded", "seed": "of a rank"},
         {"kind": "draw", "place": "0|train.py:5|1", "digest": "of a rank", "within": False},
+        {"kind": "order", "where": "train.py:10", "name": "torch.multinomial", "digest": "of a rank"},
     ],
-    ids=["while loading", "of the dataset", "by a seed", "before loading"],
+    ids=["while loading", "of the dataset", "by a seed", "before loading", "with replacement"],
 )
 def test_rows_that_random_numbers_may_make_tell_nothing(tmp_path: Path, more: Event) -> None:
     ranks = loads(tmp_path / "ranks", [ROWS[part] + 1 for part in PARTS], more)
@@ -95,6 +96,14 @@ def test_rows_that_workers_load_tell_nothing(tmp_path: Path) -> None:
     """What they draw is not seen."""
     ranks = loads(tmp_path / "ranks", [ROWS[part] + 1 for part in PARTS], workers=2)
     assert found(ranks, loads(tmp_path / "alone", [ROWS], workers=2)) == []
+
+
+def test_rows_that_a_sampler_draws_with_replacement_tell_nothing(tmp_path: Path) -> None:
+    ranks = loads(tmp_path / "ranks", [ROWS[part] + 1 for part in PARTS])
+    for rank in ranks.ranks:
+        for event in rank.of("pass"):
+            event["replacement"] = True
+    assert found(ranks, loads(tmp_path / "alone", [ROWS])) == []
 
 
 def test_rows_of_other_lengths_tell_nothing(tmp_path: Path) -> None:

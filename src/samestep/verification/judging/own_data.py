@@ -24,6 +24,7 @@ from samestep.verification.recording.rows import rowed
 from samestep.verification.report import Report
 
 OWN_PART = "a rank's part of the data"
+_PERMUTING = ("randperm", "permutation")  # which leave no sample out
 _OTHERS = 0.01  # of the rows of a pass, and more than there are ranks: fewer may be chosen by rounded scores
 _TAIL = 0.25  # of the rows of a pass that ranks may leave out, or repeat
 _APART = 1e-3  # of a column's deviation
@@ -101,15 +102,21 @@ def _values(record: Record, rows: list[_Row]) -> Tensor | None:
 
 def _vary(record: Record, alone: Record, group: Sequence[Pass]) -> bool:
     """Whether random numbers may make the rows: each process draws its own."""
-    if group[0].about["workers"]:
+    if group[0].about["workers"] or group[0].about.get("replacement"):
         return True
     name = group[0].key
     processes = [*record.data.ranks, alone.ranks[0]]
     while_loading = any(
         (event["key"], event["number"]) == name for rank in processes for event in rank.of("noise", "draws_samples")
     )
+    chosen = {event["digest"] for event in alone.ranks[0].of("order")}
+    are_drawn = any(
+        event["digest"] not in chosen and not event["name"].endswith(_PERMUTING)
+        for rank in record.data.ranks
+        for event in rank.of("order")
+    )
     window = group[0].batches[0]["window"] if group[0].batches else 0
-    return while_loading or draw_otherwise(record, alone, window)
+    return while_loading or are_drawn or draw_otherwise(record, alone, window)
 
 
 def draw_otherwise(record: Record, alone: Record, window: int, *, within: bool = False) -> bool:
