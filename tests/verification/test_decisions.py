@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from journals import ended, record, step
 from lazily import Lazily
 
 import samestep
 from samestep import Report
+from samestep.verification import locating
 from samestep.verification.findings import Finding
 from samestep.verification.journal import TraceWriter, read, value_path
 from samestep.verification.judging.paths import Paths, _without_own
+from samestep.verification.judging.record import Record
 from samestep.verification.judging.storage import OWN_NUMBER
 from samestep.verification.recording.paths import RATES, PathTrace
 
@@ -162,3 +165,11 @@ def test_the_number_that_a_rank_decides_by_is_named(
     error = next(one for one in reports(name).errors if one.code == code)
     assert error.where is not None
     assert line in script(name).splitlines()[int(error.where.rpartition(":")[2]) - 1]
+
+
+@pytest.mark.parametrize(("steps", "again", "elsewhere"), [(3, 3, False), (3, 4, True)])
+def test_ranks_that_end_by_a_clock_end_elsewhere_later(steps: int, again: int, *, elsewhere: bool) -> None:
+    def ranks(count: int) -> Record:
+        return record(*([*(step(number, "g") for number in range(count)), ended()] for _ in range(2)))
+
+    assert locating._end_elsewhere(ranks(steps), ranks(again)) is elsewhere

@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from samestep.verification.findings import Finding
+from samestep.verification.findings import Finding, unchecked
 from samestep.verification.judging import samples, shards, split, storage
 from samestep.verification.judging.causes import MOVED_APART, OUTSIDE, SHOWS_AT, UNREACHED
 from samestep.verification.judging.lines import Lines
@@ -24,6 +24,7 @@ from samestep.verification.runner import Runner
 _LOCATED = {"gradient-scale", "gradient-differs", "update-differs", "evaluation-inexact"}  # by the lines that make them
 _DECIDED = {"steps-differ", "learning-rate-differs", "parameters-diverged", "gradients-not-synchronised"}  # by numbers
 OF_SAMPLES = {"samples-repeated", "samples-missing", "datasets-differ", "batches-differ"}
+ENDS_ELSEWHERE = "the ranks end after another number of steps when they run again: by a clock, say"
 _MOST_TRACED = 2  # evaluations whose lines are looked at
 
 
@@ -58,6 +59,10 @@ def by_decisions(runner: Runner, record: Record, steps: int, report: Report) -> 
         return
     how: dict[str, Any] = {"steps": steps, "passes": PASSES, "trace": {"path": True}}
     ranks = runner.recorded(f"decisions of {record.size} ranks", record.size, **how).record
+    for found in [one for one in wanted if one.code == "steps-differ" and one.rank is None]:
+        if _end_elsewhere(record, ranks):
+            report.withdraw(found, unchecked(ENDS_ELSEWHERE), ENDS_ELSEWHERE)
+            wanted.remove(found)
     between = {one.of: one for one in Paths.of_ranks(ranks)}
     with_one = functools.cache(
         lambda: Paths.with_one_process(ranks, runner.alone("decisions", ranks, trace={"path": True}).record)
@@ -72,6 +77,11 @@ def by_decisions(runner: Runner, record: Record, steps: int, report: Report) -> 
         is_unknown = found.cause.endswith(UNREACHED)
         if paths is not None and (found.code != "gradients-not-synchronised" or is_unknown or paths.part_for_good):
             report.relocate(found, paths.located(found, until))
+
+
+def _end_elsewhere(record: Record, again: Record) -> bool:
+    """Whether the ranks come to their own end in both recordings, after other numbers of steps."""
+    return not (record.is_cut_short or again.is_cut_short) and record.steps != again.steps
 
 
 def by_sources(runner: Runner, record: Record, steps: int, report: Report) -> None:
