@@ -49,6 +49,7 @@ def part_of_the_world():
     buffer = torch.tensor([dist.get_rank()])
     if dist.get_rank() in {1, 3}:
         engine.run(ring.all_reduce(2), buffer, PointToPoint(group))
+    dist.barrier()  # rank 0 has the store
     return buffer.item()
 
 

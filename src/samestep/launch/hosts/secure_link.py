@@ -304,6 +304,8 @@ def connect(
                 return _reach(address, port, key, about, until)
             except RendezvousError as error:
                 reasons[address], answered = str(error), True
+            except TimeoutError as error:  # what an earlier try has seen says more
+                reasons.setdefault(address, str(error) or "no answer")
             except OSError as error:
                 reasons[address] = error.strerror or str(error) or "no answer"
         if answered or not patient or time.monotonic() >= until:
