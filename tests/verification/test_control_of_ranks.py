@@ -195,7 +195,7 @@ def test_noise_that_is_the_same_on_two_ranks_from_a_step_on_is_found(
     """A restart gives every rank the random state of one."""
 
     def rank(digests: str) -> list[Event]:
-        about = {"kind": "draw", "name": "torch.randn", "shape": [8, 4], "kept": None, "within": False}
+        about = {"kind": "draw", "name": "torch.randn", "shape": [8, 4], "kept": None, "within": False, "trains": True}
         return [{**about, "place": f"{i}|train.py:51|1", "digest": one} for i, one in enumerate(digests)]
 
     found = chance_findings(record(rank(first), rank(other)))
@@ -217,7 +217,15 @@ def test_workers_that_begin_with_the_same_random_state_are_found() -> None:
 
 @pytest.mark.parametrize(("name", "shape"), [("torch.randn", [15]), ("torch.randperm", [64])])
 def test_draws_that_may_be_equal_are_no_noise(name: str, shape: list[int]) -> None:
-    drawn = {"kind": "draw", "within": True, "place": "3|train.py:4|0", "digest": "d", "name": name, "shape": shape}
+    drawn = {
+        "kind": "draw",
+        "within": True,
+        "trains": True,
+        "place": "3|train.py:4|0",
+        "digest": "d",
+        "name": name,
+        "shape": shape,
+    }
     assert chance_findings(record([drawn], [drawn])) == []
 
 

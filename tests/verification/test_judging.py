@@ -356,6 +356,7 @@ def test_the_same_noise_on_two_ranks_is_an_error_wherever_the_script_lies() -> N
         "digest": "d",
         "name": "torch.randn",
         "shape": [64],
+        "trains": True,
     }
     own = {"kind": "own_draw", "place": drawn["place"]}
     ranks = record([drawn], [drawn])

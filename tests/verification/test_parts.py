@@ -37,11 +37,12 @@ def recorded(
     gradients: list[dict[str, Tensor]],
     inputs: list[Tensor],
     rate: float = 0.1,
+    later: list[dict[str, Tensor]] | None = None,
 ) -> Record:
-    """Processes that hold these parameters, and take one step with these gradients."""
+    """Processes that hold these parameters, and take one step with these gradients, and another with the later ones."""
     ranks = []
     for number, (own, brought, given) in enumerate(zip(held, gradients, inputs, strict=True)):
-        kept: list[Any] = [{"parameters": {0: own}}, given, brought]
+        kept: list[Any] = [{"parameters": {0: own}}, given, brought, *(later or [])[number : number + 1]]
         for place, value in enumerate(kept):
             value_path(folder, number, place).parent.mkdir(parents=True, exist_ok=True)
             torch.save(value, value_path(folder, number, place))
@@ -51,6 +52,8 @@ def recorded(
             step(0, "g", kept=2, rates=[rate]),
             stepped(0),
         ]
+        if later:
+            events += [{"kind": "window", "number": 1, "kept": None}, step(1, "g", kept=3, rates=[rate]), stepped(1)]
         ranks.append(Rank(number, events))
     return Record(folder, ranks)
 
@@ -135,6 +138,19 @@ def test_a_gradient_that_is_not_one_process_s_is_found(
     assert not whole.agree()
     seen = [(one.code, one.tensor) for one in whole.findings(inputs_are_known=inputs_are_known)]
     assert seen == ([] if found is None else [found])
+
+
+@pytest.mark.parametrize(("turn", "codes"), [(1.0, []), (1.1, ["gradient-scale"])])
+def test_a_scale_of_all_gradients_is_found_where_the_next_ones_differ(
+    tmp_path: Path, turn: float, codes: list[str]
+) -> None:
+    """An optimizer that divides by their size, Adam say, takes the same steps with them."""
+    scaled = [{name: one * 0.9 for name, one in own.items()} for own in halves(GRADIENTS)]
+    later = [{name: one * (turn if name == "up.weight" else 1) for name, one in own.items()} for own in scaled]
+    samples = torch.arange(8.0)
+    ranks = recorded(tmp_path / "ranks", halves(WHOLE), scaled, [samples] * 2, later=later)
+    alone = recorded(tmp_path / "alone", [WHOLE], [GRADIENTS], [samples], later=[GRADIENTS])
+    assert [one.code for one in Parts(ranks, alone).findings(inputs_are_known=True)] == codes
 
 
 @pytest.mark.parametrize(

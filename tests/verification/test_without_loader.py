@@ -190,7 +190,14 @@ def test_samples_that_ranks_leave_out_of_whole_passes_are_counted_in_any_order()
 def test_samples_that_each_rank_draws_as_one_process_does_are_declared(
     digests: tuple[str, str], shape: list[int], said: str
 ) -> None:
-    drawn: Event = {"kind": "draw", "place": "0|train.py:4|1", "name": "torch.randint", "shape": [4], "within": False}
+    drawn: Event = {
+        "kind": "draw",
+        "place": "0|train.py:4|1",
+        "name": "torch.randint",
+        "shape": [4],
+        "within": False,
+        "trains": True,
+    }
     ours = record(*([{**drawn, "digest": one}, *inputs(["a"])] for one in digests))
     whole, report = record([{**drawn, "kind": "own_draw", "shape": shape}]), Report(ranks=2)
     unloaded.judge(ours, whole, lambda: record(inputs(["b"])), report)
@@ -402,12 +409,17 @@ def test_one_process_gets_what_a_rank_has_drawn() -> None:
 def test_what_is_drawn_before_the_samples_are_there_is_no_noise() -> None:
     """It may be the samples, which are judged by what the models get."""
     drawn: dict[str, Any] = {"kind": "draw", "place": "3|train.py:4|0", "digest": "d", "name": "torch.randn"}
-    drawn |= {"shape": [64], "within": False}
+    drawn |= {"shape": [64], "within": False, "trains": True}
     ours, report = record([drawn], [drawn]), Report(ranks=2)
     ended = Ended(code=0, hung=False, failure=None, folder=ours.folder)
     chance.judge(ours, Run(ended, record([])), report)
     assert report.findings == []
     assert "the script draws nothing itself" not in report.coverage["random"]
+
+
+def drawn(place: str, *, digest: str = "", name: str = "torch.randn", shape: list[int], trains: bool = True) -> Event:
+    about: Event = {"kind": "draw", "place": place, "digest": digest or place, "name": name, "shape": shape}
+    return {**about, "within": False, "trains": trains}
 
 
 @pytest.mark.parametrize(
@@ -424,19 +436,41 @@ def test_equal_noise_of_which_one_process_draws_more_is_found(
 ) -> None:
     """A generator that all ranks seed alike draws the places of the whole batch, and the noise of each part."""
     places = [f"{window}|train.py:4|1" for window in windows]
-    theirs: list[Event] = [
-        {"kind": "draw", "place": place, "digest": place, "name": name, "shape": [32, 4], "within": False}
-        for place in places
-    ]
+    theirs: list[Event] = [drawn(place, name=name, shape=[32, 4]) for place in places]
     own: list[Event] = [{"kind": "own_draw", "place": place, "shape": alone} for place in places]
     found = chance_findings(record(theirs, theirs), *own)
     assert [one.code for one in found] == codes
     assert not found or (found[0].step, found[0].where, found[0].severity) == (2, "train.py:4", "error")
 
 
+def test_equal_noise_of_which_one_process_draws_more_often_is_found() -> None:
+    """Perturbations that each rank numbers from 0 on, say."""
+    places = [f"{window}|train.py:4|{number}" for window in (2, 3) for number in (1, 2, 3, 4)]
+    theirs: list[Event] = [drawn(place, shape=[16]) for place in places if not place.endswith(("3", "4"))]
+    own: list[Event] = [{"kind": "own_draw", "place": place, "shape": [16]} for place in places]
+    assert [one.code for one in chance_findings(record(theirs, theirs), *own)] == ["random-streams"]
+    assert chance_findings(record(theirs, theirs), *own[:2], *own[4:6]) == []
+
+
+@pytest.mark.parametrize(("is_training", "codes"), [(True, ["random-streams"]), (False, [])])
+def test_noise_that_is_no_longer_apart_is_found(is_training: bool, codes: list[str]) -> None:
+    """Single numbers count together; those of an evaluation are others than those of the training."""
+    ranks: list[list[Event]] = [[], []]
+    for window in range(4):
+        for rank, events in enumerate(ranks):
+            for number in range(1, 21):
+                digest = f"{window} {number} {rank if window < 2 else 'both'}"
+                trains = is_training or window < 2
+                place = f"{window}|train.py:4|{number}"
+                events.append(drawn(place, digest=digest, shape=[], trains=trains))
+    found = chance_findings(record(*ranks))
+    assert [one.code for one in found] == codes
+    assert not found or (found[0].step, found[0].where) == (2, "train.py:4")
+
+
 def test_what_is_drawn_before_the_first_batch_of_a_loader_is_neither() -> None:
     drawn: dict[str, Any] = {"kind": "draw", "place": "-1|train.py:4|0", "digest": "d", "name": "torch.randn"}
-    drawn |= {"shape": [64], "within": False}
+    drawn |= {"shape": [64], "within": False, "trains": True}
     loaded = {"kind": "batch", "key": "train.py:9#1", "number": 0, "training": True}
     ours, report = record([drawn, loaded], [drawn, loaded]), Report(ranks=2)
     chance.judge(ours, Run(Ended(code=0, hung=False, failure=None, folder=ours.folder), record([])), report)

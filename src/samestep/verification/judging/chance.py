@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from samestep.verification.findings import PROVED, Finding, unchecked
@@ -29,8 +30,8 @@ def judge(record: Record, whole: Run, report: Report) -> None:
     within = [{place: draw for place, draw in draws.items() if draw["within"]} for draws in drawn]
     alone = {place: draw["shape"] for place, draw in _draws(whole.rank, "own_draw").items()}
     report.add(_alike(record, within, alone))
-    report.add(() if are_loaded(record) else _alike_without_loader(record, drawn, alone))
-    report.add(_no_longer_apart(record, drawn))
+    ended = list(_no_longer_apart(record, drawn))
+    report.add(ended if ended or are_loaded(record) else _alike_without_loader(record, drawn, alone))
     report.add(_masks(record))
     report.add(_workers(record))
     report.add(_noise(record, within))
@@ -57,15 +58,20 @@ def _alike(record: Record, within: Sequence[Draws], alone: Mapping[str, list[int
 
 def _alike_without_loader(record: Record, drawn: Sequence[Draws], alone: Mapping[str, list[int]]) -> Iterator[Finding]:
     """Equal noise at several steps, of which one process draws N times as much: the ranks share one batch."""
-    begun: dict[tuple[int, str], Event] = {}
-    for rank, place, first, draw in beside_first(drawn):
-        shape = draw["shape"]
-        if not _is_noise(draw) or first["digest"] != draw["digest"]:
-            continue
-        if alone.get(place) == [record.size * shape[0], *shape[1:]]:
-            earlier = begun.setdefault((rank, place.partition("|")[2]), draw)
-            if place_of_draw(earlier)[0] != place_of_draw(draw)[0]:
-                yield _drawn_alike(record.ranks[rank].number, earlier, is_error=True)
+    numbers: dict[tuple[int, str], int] = {}
+    for place, shape in alone.items():
+        if shape is not None:
+            drawn_at = place_of_draw({"place": place})
+            numbers[drawn_at] = numbers.get(drawn_at, 0) + prod(shape)
+    begun: dict[tuple[int, str], int] = {}
+    for rank, line, first, windows in beside_first([_by_line(draws) for draws in drawn]):
+        for window, noise in windows.items():
+            where = line.rpartition("|")[0]
+            if noise != first.get(window) or numbers.get((window, where)) != record.size * noise.numbers:
+                continue
+            if begun.setdefault((rank, where), window) != window:
+                first_drawn = drawn[rank][f"{begun[rank, where]}|{where}|1"]
+                yield _drawn_alike(record.ranks[rank].number, first_drawn, is_error=True)
                 return
 
 
@@ -95,7 +101,7 @@ def _no_longer_apart(record: Record, drawn: Sequence[Draws]) -> Iterator[Finding
                 code="random-streams",
                 rank=number,
                 step=alike[0],
-                where=line.rpartition("|")[0],
+                where=line.split("|")[0],
                 cause=f"from step {alike[0]} on rank {number} draws the very numbers that rank 0 draws; before, it "
                 "drew others",
                 fix="save and restore each rank's own random state",
@@ -103,14 +109,29 @@ def _no_longer_apart(record: Record, drawn: Sequence[Draws]) -> Iterator[Finding
             return
 
 
-def _by_line(draws: Draws) -> dict[str, dict[int, str]]:
-    """Line and number of noise that is drawn there -> window -> digest."""
-    found: dict[str, dict[int, str]] = {}
-    for place, draw in draws.items():
-        if _is_noise(draw):
-            window, _, line = place.partition("|")
-            found.setdefault(line, {})[int(window)] = draw["digest"]
-    return found
+@dataclass(frozen=True)
+class _Noise:
+    """What a rank draws at a line during a step."""
+
+    digests: tuple[str, ...]
+    numbers: int
+
+
+def _by_line(draws: Draws) -> dict[str, dict[int, _Noise]]:
+    """Line where noise is drawn, for training or an evaluation -> window -> all that is drawn there."""
+    found: dict[str, dict[int, list[Event]]] = {}
+    for draw in draws.values():
+        if draw["name"] in _NOISE and draw["digest"] is not None:
+            window, where = place_of_draw(draw)
+            found.setdefault(f"{where}|{draw['trains']}", {}).setdefault(window, []).append(draw)
+    whole = {
+        line: {
+            window: _Noise(tuple(draw["digest"] for draw in drawn), sum(prod(draw["shape"]) for draw in drawn))
+            for window, drawn in windows.items()
+        }
+        for line, windows in found.items()
+    }
+    return {line: {at: one for at, one in noise.items() if one.numbers >= _FEWEST} for line, noise in whole.items()}
 
 
 def _workers(record: Record) -> Iterator[Finding]:

@@ -181,7 +181,14 @@ class Parts:
         factors = [_factor(pair) for pair in apart]
         factor, is_one = factors[0], all(abs(one / factors[0] - 1) < _FACTOR for one in factors)
         if is_one and not same:
-            return  # a scale of all gradients may be meant, and optimizers may not see it
+            if self._are_scaled(number + 1, factor):
+                return  # meant, maybe, and the optimizer does not see it
+            cause = (
+                f"at step {number} all gradients are {factor:.4g} times those of one process, and what follows differs"
+            )
+            fix = "compute once what all gradients are multiplied by, a norm say, of what one process computes it of"
+            yield Finding(code="gradient-scale", factor=round(factor, 6), cause=cause, **about | {"fix": fix})
+            return
         if is_one and any(abs(factor / other - 1) < _FACTOR for other in (size, 1 / size)):
             cause = f"at step {number} the gradient of {listed(names)} is {factor:.4g} times that of one process{rest}"
             yield Finding(code="gradient-scale", factor=round(factor, 6), cause=cause, **about)
@@ -196,6 +203,11 @@ class Parts:
             "the sequence or the model that a rank has"
         )
         yield Finding(code="gradient-differs", cause=cause, **about | {"fix": fix})
+
+    def _are_scaled(self, number: int, factor: float) -> bool:
+        """Whether all gradients of a step are this multiple of one process's; also where none is known."""
+        apart = self._compared(number)[1] if number < self._steps else []
+        return all(abs(_factor(pair) / factor - 1) < _FACTOR for pair in apart)
 
     def _are_partial(self, apart: Sequence[_Pair]) -> bool:
         """Whether each rank steps with its own gradient of a parameter, and one process's is the sum of the ranks'."""
