@@ -15,10 +15,11 @@ import samestep
 from samestep import Report
 from samestep.verification.findings import Finding
 from samestep.verification.journal import TraceWriter, read, value_path
+from samestep.verification.judging import causes
 from samestep.verification.judging.explanations import ADDED_UP
 from samestep.verification.judging.lines import Lines, _brought_apart, _lines, _relation
 from samestep.verification.judging.record import Rank, Record, Run
-from samestep.verification.recording.lines import LineTrace
+from samestep.verification.recording.lines import FORWARD, LineTrace
 from samestep.verification.runs import Ended
 
 A, B = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])
@@ -250,3 +251,34 @@ def test_what_is_made_of_the_samples_is_named_before_what_a_model_makes_of_it(tm
 
     mine = [lines(torch.tensor([0.0, 0.5]), 1.0), lines(torch.tensor([0.0, 0.5]), 2.0)]
     assert located(tmp_path, mine, lines(torch.tensor([0.0, 0.25, 0.5, 0.75]), 3.5)).where == "train.py:6"
+
+
+def test_a_line_behind_another_is_named_after_it() -> None:
+    finding = Finding(code="gradient-differs", where="train.py:30", cause="They differ", fix=None)
+    first = causes.located(finding, "train.py:9", "the first result that differs is that of this line")
+    assert causes.located(first, "train.py:5", "it is made at this line").cause == (
+        "They differ; the first result that differs is that of train.py:9 (shows at train.py:30); it is made at this "
+        "line"
+    )
+
+
+@pytest.mark.parametrize(
+    ("alone", "ranks", "relation"),
+    [
+        ([[1.0, 2.0], [3.0, 4.0]], [[[1.0], [2.0]], [[3.0], [4.0]]], "parts"),
+        ([3.0, 7.0], [[1.0, 2.0], [3.0, 4.0]], "sum"),
+        ([3.0, 7.0], [[2.0, 4.0], [6.0, 8.0]], "mean"),
+        ([[1.0, 2.0], [3.0, 4.0]], [[[1.0], [2.0]], [[3.0], [5.0]]], None),
+    ],
+)
+def test_micro_batches_of_ranks_are_held_together_against_one_process_s(
+    alone: list[Any], ranks: list[list[Any]], relation: str | None
+) -> None:
+    """The first of a rank may have rows of another than the first of one process."""
+
+    def trace(values: list[Any]) -> dict[Any, dict[str, Any]]:
+        entries = [{**kept(torch.tensor(value)), "grad": True, "new": True} for value in values]
+        return {(FORWARD, "train.py:9", "mul", number): entry for number, entry in enumerate(entries)}
+
+    found = list(_lines(trace(alone), [trace(one) for one in ranks], [FORWARD]))
+    assert [one.relation for one in found] == [relation] * len(alone)

@@ -1,4 +1,4 @@
-"""The line of a script at which the number of the rank chooses samples."""
+"""The line of a script at which samples are chosen, by the number of the rank or by what it has kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from journals import Event, record
 
 from samestep.verification.findings import Finding
-from samestep.verification.judging.split import of_samples
+from samestep.verification.judging.split import of_kept, of_samples
 
 STREAM = """
 import torch, torch.distributed as dist
@@ -34,7 +34,7 @@ def found(tmp_path: Path, text: str, *passes: Event) -> str | None:
 
 
 def loader(dataset: str, sampler: str = "_InfiniteConstantSampler") -> Event:
-    about = {"dataset": dataset, "sampler": sampler, "cut_by": None, "made": None, "sampler_made": None}
+    about = {"dataset": dataset, "sampler": sampler, **dict.fromkeys(("cut_by", "made", "sampler_made", "where"))}
     return {"kind": "pass", "key": "train.py:30#0", "number": 0, **about}
 
 
@@ -64,3 +64,37 @@ def test_outside_of_the_dataset_it_is_found_if_it_is_one_line(tmp_path: Path) ->
 def test_a_script_that_cannot_be_read_tells_nothing(tmp_path: Path) -> None:
     assert found(tmp_path, "def (") is None
     assert found(tmp_path, "x = 1") is None
+
+
+SAMPLER = """
+class Sampler:
+    def __init__(self):
+        self.score = torch.ones(self.count)
+    def start(self, epoch):
+        self.generator = torch.Generator().manual_seed(self.seed + epoch)
+        self.epoch = epoch
+        self.is_first = epoch == 0
+    def __iter__(self):
+        scores = self.score + self.is_first
+        yield from torch.multinomial(scores, self.count, generator=self.generator)
+    def record(self, index, loss):
+        self.found[index] = loss
+    def end(self):
+        {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "line"),
+    [
+        ("self.score = torch.where(self.found > 0, self.found, self.score)", "15"),
+        ("found = self.found\n        self.score = torch.where(found > 0, found, 0)", "16"),
+        ("self.others = torch.where(self.found > 0, self.found, self.score)", "11"),  # no order is made of it
+        ("self.score = 0", "11"),
+    ],
+)
+def test_the_line_that_makes_the_scores_of_samples_is_found(tmp_path: Path, end: str, line: str) -> None:
+    (script := tmp_path / "train.py").write_text(SAMPLER.format(end=end))
+    finding = Finding(code="samples-repeated", where=f"{script}:11", cause="twice", fix=None)
+    assert of_kept(finding, script).where == f"{script}:{line}"
+    assert of_kept(finding, tmp_path / "other.py").where == f"{script}:11"

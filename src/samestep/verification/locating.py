@@ -101,12 +101,14 @@ def by_sources(runner: Runner, record: Record, steps: int, report: Report) -> No
         return
     how: dict[str, Any] = {"steps": steps, "passes": PASSES, "trace": {"sources": True}}
     ranks = runner.recorded(f"draws, hashes and writes of {record.size} ranks", record.size, **how).record
-    again = Report(ranks=record.size)
+    before, again = Report(ranks=record.size), Report(ranks=record.size)
+    samples.judge(record, before)
     samples.judge(ranks, again)
     sources = Sources(ranks, are_alike=runner.fork_server is not None)
-    is_found = any(one.code in OF_SAMPLES for one in again.errors) or not are_loaded(ranks)
+    is_found = any(one.code in OF_SAMPLES for one in again.errors)
     for found in of_samples:
-        report.relocate(found, sources.of_samples(found, still_found=is_found))
+        is_judged_again = (found.code, found.where) in {(one.code, one.where) for one in before.errors}
+        report.relocate(found, sources.of_samples(found, still_found=is_found or not is_judged_again))
     for found in of_parameters:
         report.relocate(found, sources.of_parameters(found))
     for found in of_initial:
@@ -130,12 +132,19 @@ def by_samples(runner: Runner, record: Record, steps: int, report: Report) -> No
 
 
 def by_split(runner: Runner, record: Record, steps: int, report: Report) -> None:
-    """Looks for the line at which the number of the rank chooses samples, where no other run has told a better one."""
+    """Looks for the line at which samples are chosen, where no other run has told a better one."""
     del steps
+    script = Path(runner.script.program)
     for found in report.errors if not runner.script.is_module else ():
+        is_later = CARRIED_APART in found.cause or not found.cause.startswith("in epoch 0 ")
+        if is_later and (found.code in OF_SAMPLES or CARRIED_APART in found.cause):
+            known = split.of_kept(found, script)
+            report.relocate(found, known)
+            if known is not found:
+                continue
         is_known = SHOWS_AT in found.cause or samples.OF_WORKERS in found.cause
         if found.code in OF_SAMPLES - {"datasets-differ"} and not is_known:
-            report.relocate(found, split.of_samples(found, record, Path(runner.script.program)))
+            report.relocate(found, split.of_samples(found, record, script))
 
 
 def _is_by_own_pace(found: Finding) -> bool:

@@ -142,6 +142,8 @@ def located(finding: Finding, where: str | None, why: str) -> Finding:
     """Returns a finding with the line that was found for it, and why it is that one."""
     if not where or where == finding.where:
         return finding
+    if SHOWS_AT in finding.cause:  # another line has been named
+        return replace(finding, where=where, cause=f"{finding.cause.replace('this line', str(finding.where))}; {why}")
     shows = f" ({SHOWS_AT} {finding.where})" if finding.where else ""
     return replace(finding, where=where, cause=f"{finding.cause}; {why}{shows}")
 

@@ -155,6 +155,8 @@ def _lines(alone: Trace, ranks: Sequence[Trace], segments: Sequence[str]) -> Ite
             others, grad = [theirs[place] for theirs in ranks], one["grad"]
             is_sum = place[2] == "all_reduce" and _is_multiple(one, others)
             is_loss, relation = grad and one["shape"] == [], _relation(one, others)
+            if relation is None and counts[0][place[:3]] > 1:
+                relation = _relation_of_all(_all_at(alone, place), [_all_at(theirs, place) for theirs in ranks])
             summed = _summed_before(ranks[0], place) if relation is None else None
             yield Line(place, relation, is_loss=is_loss, has_gradient=grad, is_sum=is_sum, summed=summed)
 
@@ -238,6 +240,26 @@ def _relation(one: dict[str, Any], ranks: list[dict[str, Any]]) -> str | None:
     if any(_are_parts(parts, whole, dim) for dim in range(whole.dim())) or _are_parts_in_any_order(parts, whole):
         return "parts"
     return "unknown" if any(each["cut"] for each in (one, *ranks)) else None
+
+
+def _all_at(trace: Trace, place: Place) -> list[dict[str, Any]]:
+    return [one for other, one in trace.items() if other[:3] == place[:3]]
+
+
+def _relation_of_all(alone: list[dict[str, Any]], ranks: list[list[dict[str, Any]]]) -> str | None:
+    """Returns how all that a line brings in a step gives one process's: micro-batches of ranks have other rows."""
+    every = [one for own in (alone, *ranks) for one in own]
+    if any(one["value"] is None or one["cut"] for one in every):
+        return "unknown"
+    whole = [one["value"].double() for one in alone]
+    parts = [one["value"].double() for own in ranks for one in own]
+    if len({value.shape for value in (*whole, *parts)}) == 1:
+        total, brought = torch.stack(whole).sum(0), torch.stack(parts).sum(0)
+        if _is_near(brought / len(ranks), total):
+            return "mean"
+        if _is_near(brought, total):
+            return "sum"
+    return "parts" if _are_parts_in_any_order(parts, torch.cat([value.flatten() for value in whole])) else None
 
 
 def _may_belong(shapes: list[list[int]], whole: list[int]) -> bool:

@@ -1,6 +1,10 @@
-"""Finds the lines of a script at which the number of the rank chooses samples: `data[rank::world_size]`.
+"""Finds the lines of a script at which samples are chosen: by the number of the rank, or by what it has kept.
 
-The source is read, not run: names that hold the rank, and what is indexed, counted or called with them.
+    data[rank::world_size]                                    the rank's part
+    self.score = torch.where(self.seen > 0, self.new, ...)    by which a sampler draws its next order
+
+The source is read, not run: names that hold the rank, and what is indexed, counted or called with them; attributes
+by which a method chooses, and which another method makes of attributes.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from samestep.verification.judging.causes import located
 from samestep.verification.judging.record import Record, line_of
 
 WHY = "the number of the rank chooses samples at this line"
+KEPT = "what decides which samples come is made at this line, of what each rank keeps for itself"
 _RANK = re.compile(r"_?(?:global_|my_)?rank(?:_id)?|process_index", re.IGNORECASE).fullmatch
 _CHOOSING = {
     *("range", "islice", "arange", "slice", "Subset", "chunk", "tensor_split", "array_split", "split", "shard", "skip"),
@@ -31,7 +36,9 @@ def of_samples(finding: Finding, record: Record, script: Path) -> Finding:
     there is no DataLoader, or it loads a stream.
     """
     passes = [one for rank in record.ranks for one in rank.of("pass")]
-    own = [one for one in passes if finding.where in {one["made"], one["sampler_made"], line_of(one["key"])}]
+    own = [
+        one for one in passes if finding.where in {one["where"], one["made"], one["sampler_made"], line_of(one["key"])}
+    ]
     classes = {name for one in own for name in (one["dataset"], one["sampler"], one["cut_by"]) if name is not None}
     is_anywhere = not passes or any(one["sampler"] == _STREAM for one in own)
     try:
@@ -44,6 +51,54 @@ def of_samples(finding: Finding, record: Record, script: Path) -> Finding:
     if not lines or lines[-1] - lines[0] >= len(lines):  # in several places
         return finding
     return located(finding, f"{script}:{lines[0]}", WHY)
+
+
+def of_kept(finding: Finding, script: Path) -> Finding:
+    """Returns a finding about later samples with the line that makes what they are chosen by, where there is one.
+
+    `finding.where` lies in a method that reads an attribute, a score of each sample say, which another method than
+    `__init__` makes of others.
+    """
+    program, _, number = (finding.where or "").rpartition(":")
+    try:
+        tree = ast.parse(script.read_text()) if Path(program) == script else ast.Module([], [])
+    except (OSError, SyntaxError, ValueError):
+        return finding
+    for kind in (part for part in ast.walk(tree) if isinstance(part, ast.ClassDef)):
+        methods = [part for part in kind.body if isinstance(part, ast.FunctionDef)]
+        for chooses in methods:
+            if chooses.lineno <= int(number) <= (chooses.end_lineno or 0):
+                read = _attributes(chooses)
+                others = [one for one in methods if one is not chooses and one.name != "__init__"]
+                lines = [line for other in others for line, name in _made_of_attributes(other) if name in read]
+                return located(finding, f"{script}:{lines[0]}", KEPT) if len(lines) == 1 else finding
+    return finding
+
+
+def _attributes(tree: ast.AST) -> set[str]:
+    return {
+        part.attr
+        for part in ast.walk(tree)
+        if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self"
+    }
+
+
+def _made_of_attributes(method: ast.FunctionDef) -> Iterator[tuple[int, str]]:
+    """Yields the lines of a method at which an attribute is made by a call, of attributes, and its name."""
+    names = {
+        target.id
+        for part in ast.walk(method)
+        if isinstance(part, ast.Assign) and _attributes(part.value)
+        for target in part.targets
+        if isinstance(target, ast.Name)
+    }
+    for part in ast.walk(method):
+        if isinstance(part, ast.Assign) and not (isinstance(part.value, ast.Call) and _OTHERWISE(_name(part.value))):
+            read = {one.id for one in ast.walk(part.value) if isinstance(one, ast.Name)}
+            is_made = any(isinstance(one, ast.Call) for one in ast.walk(part.value))
+            if is_made and (_attributes(part.value) or read & names):
+                for target in part.targets:
+                    yield from ((part.lineno, name) for name in _attributes(target))
 
 
 def _lines(tree: ast.AST, *, chooses: bool = False) -> Iterator[int]:
