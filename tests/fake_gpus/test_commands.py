@@ -28,7 +28,10 @@ dist.init_process_group("nccl")
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(32, 4), torch.randint(3, (32,)))
 sampler = DistributedSampler(data)
-model = nn.parallel.DistributedDataParallel(nn.Linear(4, 3).cuda(), device_ids=[device])
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+if dist.get_world_size() > 1:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+model = nn.parallel.DistributedDataParallel(model.cuda(), device_ids=[device])
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for x, y in DataLoader(data, batch_size=4, sampler=sampler, pin_memory=True):
     optimizer.zero_grad()
@@ -55,8 +58,10 @@ def test_a_script_for_gpus_runs_without_any(tmp_path: Path) -> None:
 
 
 def test_verify_judges_a_script_for_gpus(tmp_path: Path) -> None:
+    """It synchronises BatchNorm on several ranks alone; one process has that of the whole batch all the same."""
     done = samestep(tmp_path, "verify", "--fake-gpus", "train.py")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "as declared" not in done.stdout
     assert "train.py: the same training (2 ranks" in done.stdout
     assert "2 fake GPUs on each host" in done.stderr
 

@@ -16,6 +16,7 @@ from samestep.verification.recording import rows
 from samestep.verification.recording.adjusting import doubled
 from samestep.verification.recording.containers import mapped
 from samestep.verification.reference.joining import UnjoinableError, joined, permuted
+from samestep.verification.reference.norms import keep_whole
 
 
 @dataclass
@@ -213,3 +214,20 @@ def test_a_batch_that_tells_its_number_of_samples_is_not_joined() -> None:
     with pytest.raises(UnjoinableError, match="number of samples"):
         joined(parts, [4, 3])
     assert joined([{"x": torch.ones(4), "classes": 7}] * 2, [4, 4])["classes"] == 7
+
+
+@pytest.mark.parametrize(
+    ("are_local", "whole"),
+    [
+        ([True, True], [False, False]),
+        ([False, True], [True, False]),
+        ([False], [True, True]),
+        ([False, True, True], [False] * 2),
+    ],
+)
+def test_a_batch_is_cut_only_for_the_norms_that_ranks_have_not_synchronised(
+    are_local: list[bool], whole: list[bool]
+) -> None:
+    norms = [torch.nn.BatchNorm1d(2), torch.nn.BatchNorm2d(2)]
+    keep_whole(norms, are_local)
+    assert [hasattr(one, "samestep_is_synchronised") for one in norms] == whole

@@ -77,6 +77,11 @@ def roots() -> list[nn.Module]:
     return [module for module in modules if id(module) not in inner]
 
 
+def batch_norms() -> list[nn.Module]:
+    """Returns the BatchNorm of all models, synchronised or not, in the order in which models hold them."""
+    return [one for root in roots() for one in root.modules() if "BatchNorm" in type(one).__name__]
+
+
 def parameters_of(root: nn.Module) -> list[Tensor]:
     """Returns a model's parameters; none of one that is still being made, and whose own code cannot tell them yet."""
     try:

@@ -29,7 +29,7 @@ from samestep.verification.recording.compressing import Compressing
 from samestep.verification.recording.containers import mapped, named_tensors
 from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.recording.limit import Limit, Pass
-from samestep.verification.recording.naming import bare, made_at, named, roots
+from samestep.verification.recording.naming import bare, batch_norms, made_at, named
 from samestep.verification.recording.optimizers import digests, held, norms_of, rates_of, settings_of
 from samestep.verification.recording.restarting import kill, kill_once_saved, may_load
 from samestep.verification.recording.script_observer import ScriptObserver, StopRecording
@@ -285,9 +285,10 @@ class Recorder(ScriptObserver):
         if self.window == 0:
             groups = [group for optimizer in self.optimizers.all for group in optimizer.param_groups]
             numbers = sum(one.numel() for group in groups for one in group["params"])
-            self._local_norms = local_norms_in(one for root in roots() for one in root.modules())
-            norms = self._local_norms
-            self.journal.write("start", numbers=numbers, local_norms=norms, **self.optimizers.digests())
+            are_local = [type(one).__name__ in LOCAL_NORMS for one in batch_norms()]
+            self._local_norms = sum(are_local)
+            norms = {"norms": are_local, "local_norms": self._local_norms}
+            self.journal.write("start", numbers=numbers, **norms, **self.optimizers.digests())
         self._note_window()
         if not evaluating:
             self.trace("forward")

@@ -1,16 +1,19 @@
 """BatchNorm as the ranks have it: every rank's part of a batch by its own statistics.
 
 One process has the statistics of the whole batch, so its gradients differ from those of ranks with plain BatchNorm.
-That is a difference which the script declares by using it; compared is what it declares.
+That is a difference which the script declares by using it; compared is what it declares. What the ranks have
+synchronised stays whole, also where the script converts its model on several ranks alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
 from samestep.instrument.patch import patch
+
+_WHOLE = "samestep_is_synchronised"
 
 
 def slice_norms(module: ModuleType, sizes: Callable[[], list[int]]) -> None:
@@ -20,7 +23,7 @@ def slice_norms(module: ModuleType, sizes: Callable[[], list[int]]) -> None:
     def forward(original: Any, self: Any, value: Any) -> Any:
         parts = sizes()
         total = sum(parts)
-        own = type(self).__module__.startswith("torch.nn.modules.batchnorm")
+        own = type(self).__module__.startswith("torch.nn.modules.batchnorm") and not hasattr(self, _WHOLE)
         if not (self.training and own and len(parts) > 1 and total and value.shape[0] % total == 0):
             return original(self, value)
         import torch
@@ -35,3 +38,14 @@ def _without_statistics(norm: Any, value: Any) -> Any:
     import torch
 
     return torch.nn.functional.batch_norm(value, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+
+
+def keep_whole(norms: Iterable[Any], are_local: Sequence[bool]) -> None:
+    """Leaves those whole that the ranks have synchronised: all, or those for which `are_local` is False."""
+    norms = list(norms)
+    if not any(are_local):
+        are_local = [False] * len(norms)
+    if len(norms) == len(are_local):
+        for norm, is_local in zip(norms, are_local, strict=True):
+            if not is_local:
+                setattr(norm, _WHOLE, True)

@@ -25,12 +25,12 @@ from samestep.verification.journal import Event
 from samestep.verification.judging.passes import cut_after_loading, passes
 from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.recording.chance import are_whole, as_tensor, begins_parameters, joined_draws
-from samestep.verification.recording.naming import trained_of
+from samestep.verification.recording.naming import batch_norms, trained_of
 from samestep.verification.recording.optimizers import digests, norms_of, rates_of, state_of, uncut
 from samestep.verification.recording.script_observer import ScriptObserver, StopRecording
 from samestep.verification.recording.spawning import for_one_rank, run_as_one_rank, target_of
 from samestep.verification.reference.gradient_snapshot import GradientSnapshot
-from samestep.verification.reference.norms import slice_norms
+from samestep.verification.reference.norms import keep_whole, slice_norms
 from samestep.verification.reference.updates import UpdateReplay
 
 _FURTHER = 20  # steps that a script alone takes beyond those after which a rank has failed
@@ -81,6 +81,7 @@ class Replay(ScriptObserver):
         self.install_patches()
         if self.record.is_by_hand:
             on_import("torch.nn.modules.module", self._watch_models)
+        self._are_local = next((event["norms"] for event in first.of("start") if event.get("norms")), [True])
         on_import("torch.nn.modules.batchnorm", lambda module: slice_norms(module, lambda: self.sizes))
 
     def _training_passes(self) -> dict[tuple[str, int], list[list[Event]]]:
@@ -178,6 +179,8 @@ class Replay(ScriptObserver):
         if self._is_over and self._used >= len(self._loaded):
             self._loaded.clear()
         self.sizes = self._loaded[min(self._used, len(self._loaded) - 1)] if self._loaded else []
+        if len(self.sizes) > 1 and not all(self._are_local):
+            keep_whole(batch_norms(), self._are_local)
 
     def _whole_window(self, parts: list[list[Event]], index: int) -> list[tuple[int, Event]]:
         """All batches of this pass, and of all ranks, that were used in the window of one of them."""
