@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from journals import Event, ended, passed, record, step, trained, wrap
+from torch import nn
 
 from samestep.verification.findings import Finding
 from samestep.verification.journal import value_path
@@ -19,6 +20,7 @@ from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.judging.reference import Comparison
+from samestep.verification.recording.recorder import local_norms_in, unsynchronised_in
 from samestep.verification.report import Report
 from samestep.verification.runs import Ended
 
@@ -106,6 +108,23 @@ def test_batchnorm_of_each_rank_s_samples_declares_a_loss_that_is_no_mean_over_p
     report = judged(tmp_path, [MEAN], [APART], more=norms)
     assert [one.severity for one in report.findings] == ["note"]
     assert report.coverage["gradients"] == "agrees as declared"
+
+
+def test_batchnorm_beside_some_that_is_synchronised_is_named(tmp_path: Path) -> None:
+    wraps: list[Event] = [{**wrap("w"), "unsynchronised": ["head.1"]}]
+    (found,) = judged(tmp_path, [APART], [MEAN], more=wraps).findings
+    assert (found.severity, found.tensor) == ("error", "head.1")
+    assert "other BatchNorm of the model is synchronised, and head.1 is not" in found.cause
+
+
+@pytest.mark.parametrize("is_partly", [True, False])
+def test_batchnorm_declares_its_own_samples_only_where_none_is_synchronised(*, is_partly: bool) -> None:
+    body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    if is_partly:
+        body = nn.SyncBatchNorm.convert_sync_batchnorm(body)
+    model = nn.Sequential(body, nn.BatchNorm1d(4))
+    assert local_norms_in(model.modules()) == (0 if is_partly else 2)
+    assert unsynchronised_in(model) == (["1"] if is_partly else [])
 
 
 @pytest.mark.parametrize(

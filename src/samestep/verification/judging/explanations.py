@@ -237,13 +237,20 @@ class Explanations:
 
     def _unexplained(self, event: Event, apart: numerics.Distance) -> Finding:
         buffer = self._differing_buffer(event["window"])
-        why = f"; the buffer {buffer} is another on each rank, and nobody keeps it alike" if buffer else ""
+        local = [name for wrap in self.record.ranks[0].of("wrap") for name in wrap.get("unsynchronised", ())]
+        why, fix = "", None
+        if local:
+            why = f"; other BatchNorm of the model is synchronised, and {listed(local)} is not"
+            fix = "convert_sync_batchnorm(model) once the model is whole"
+        elif buffer:
+            why = f"; the buffer {buffer} is another on each rank, and nobody keeps it alike"
+            fix = "reduce over all ranks what the buffer is updated from"
         return self._finding(
             event,
             f"at step {event['event']} the gradients are not those of one process, most of all that of {apart.tensor}: "
             f"an error of {apart.worst:.1e} of its norm{why}",
-            "reduce over all ranks what the buffer is updated from" if buffer else None,
-            tensor=buffer or apart.tensor,
+            fix,
+            tensor=next(iter(local), None) or buffer or apart.tensor,
         )
 
     def _differing_buffer(self, window: int) -> str | None:

@@ -77,9 +77,9 @@ def roots() -> list[nn.Module]:
     return [module for module in modules if id(module) not in inner]
 
 
-def batch_norms() -> list[nn.Module]:
-    """Returns the BatchNorm of all models, synchronised or not, in the order in which models hold them."""
-    return [one for root in roots() for one in root.modules() if "BatchNorm" in type(one).__name__]
+def batch_norms() -> list[list[nn.Module]]:
+    """Returns the BatchNorm of each model, synchronised or not, in the order in which it holds them."""
+    return [[one for one in root.modules() if "BatchNorm" in type(one).__name__] for root in roots()]
 
 
 def parameters_of(root: nn.Module) -> list[Tensor]:

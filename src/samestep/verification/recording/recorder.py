@@ -285,8 +285,9 @@ class Recorder(ScriptObserver):
         if self.window == 0:
             groups = [group for optimizer in self.optimizers.all for group in optimizer.param_groups]
             numbers = sum(one.numel() for group in groups for one in group["params"])
-            are_local = [type(one).__name__ in LOCAL_NORMS for one in batch_norms()]
-            self._local_norms = sum(are_local)
+            counts = [(len(norms), local_norms_in(norms)) for norms in batch_norms()]
+            are_local = [local > 0 for size, local in counts for _ in range(size)]
+            self._local_norms = sum(local for _, local in counts)
             norms = {"norms": are_local, "local_norms": self._local_norms}
             self.journal.write("start", numbers=numbers, **norms, **self.optimizers.digests())
         self._note_window()
@@ -348,6 +349,7 @@ class Recorder(ScriptObserver):
             model=type(getattr(model, "module", model)).__name__,
             norms=sum("BatchNorm" in type(part).__name__ for part in model.modules()),
             local_norms=local_norms_in(model.modules()),
+            unsynchronised=unsynchronised_in(model),
             broadcasts=bool(getattr(model, "broadcast_buffers", False)),
         )
 
@@ -635,9 +637,17 @@ def _held_against(right: dict[str, Any], added: dict[str, Any], **fields: Any) -
     return {**fields, "worst": found.worst, "tensor": found.tensor, "unit": unit}
 
 
+def unsynchronised_in(model: Any) -> list[str]:
+    """Returns the names of the modules that normalise by a rank's own samples, where others are synchronised."""
+    kinds = {bare(name): type(one).__name__ for name, one in model.named_modules()}
+    is_some = any("SyncBatchNorm" in kind for kind in kinds.values())
+    return [name for name, kind in kinds.items() if is_some and kind in LOCAL_NORMS]
+
+
 def local_norms_in(modules: Iterable[Any]) -> int:
-    """Returns how many modules normalise by a rank's own samples."""
-    return sum(type(one).__name__ in LOCAL_NORMS for one in modules)
+    """Returns how many modules normalise by a rank's own samples; none where others of the model are synchronised."""
+    kinds = [type(one).__name__ for one in modules]
+    return 0 if any("SyncBatchNorm" in kind for kind in kinds) else sum(kind in LOCAL_NORMS for kind in kinds)
 
 
 def _digests_in(value: Any) -> dict[str, str]:

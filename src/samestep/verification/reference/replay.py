@@ -180,7 +180,7 @@ class Replay(ScriptObserver):
             self._loaded.clear()
         self.sizes = self._loaded[min(self._used, len(self._loaded) - 1)] if self._loaded else []
         if len(self.sizes) > 1 and not all(self._are_local):
-            keep_whole(batch_norms(), self._are_local)
+            keep_whole([norm for norms in batch_norms() for norm in norms], self._are_local)
 
     def _whole_window(self, parts: list[list[Event]], index: int) -> list[tuple[int, Event]]:
         """All batches of this pass, and of all ranks, that were used in the window of one of them."""
