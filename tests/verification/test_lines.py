@@ -16,7 +16,7 @@ from samestep import Report
 from samestep.verification.findings import Finding
 from samestep.verification.journal import TraceWriter, read, value_path
 from samestep.verification.judging import causes
-from samestep.verification.judging.explanations import ADDED_UP
+from samestep.verification.judging.explanations import ADDED_UP, MEAN_OF_MEANS
 from samestep.verification.judging.lines import Lines, _brought_apart, _lines, _relation
 from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.recording.lines import FORWARD, LineTrace
@@ -282,3 +282,9 @@ def test_micro_batches_of_ranks_are_held_together_against_one_process_s(
 
     found = list(_lines(trace(alone), [trace(one) for one in ranks], [FORWARD]))
     assert [one.relation for one in found] == [relation] * len(alone)
+
+
+def test_a_mean_of_means_is_named_at_the_loss_though_it_may_be_near_one_process_s(tmp_path: Path) -> None:
+    cause = f"at step 0 the gradient is {MEAN_OF_MEANS}"
+    loss = [("train.py:7", "div", torch.tensor(1.0), {})]
+    assert located(tmp_path, [loss, loss], loss, cause).where == "train.py:7"

@@ -26,6 +26,7 @@ from samestep.verification.judging.average import uneven_counts
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Record, Run
 
+MEAN_OF_MEANS = "the mean of the ranks' means"
 ADDED_UP = "the ranks' gradients are added up, not averaged"
 CARRIED = "the loss depends on something that is carried from step to step (a history, a running mean)"
 _SAME = 1e-3  # of a factor
@@ -105,7 +106,7 @@ class Explanations:
             shares = ", ".join(f"{weight:.3f}" for weight in weights.factors)
             yield self._finding(
                 event,
-                f"at step {step} the gradient is the mean of the ranks' means, though their parts are not alike: one "
+                f"at step {step} the gradient is {MEAN_OF_MEANS}, though their parts are not alike: one "
                 f"process weighs them {shares}, the ranks {1 / size:.3f} each",
                 "divide each rank's sum by the number of items of all ranks, times the world size: "
                 "F.cross_entropy(…, reduction='sum') * world_size / all_items; samestep does it in "

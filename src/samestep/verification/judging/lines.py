@@ -20,7 +20,7 @@ from torch import Tensor
 from samestep.instrument.collectives import TRACED_CALLS
 from samestep.verification.findings import Finding
 from samestep.verification.judging.causes import located
-from samestep.verification.judging.explanations import ADDED_UP
+from samestep.verification.judging.explanations import ADDED_UP, MEAN_OF_MEANS
 from samestep.verification.judging.record import Record, Run
 from samestep.verification.numerics import in_turns
 from samestep.verification.recording.lines import EVALUATION, FORWARD, GRADIENTS, STEP
@@ -85,6 +85,9 @@ class Lines:
             return located(finding, terms[-1] if terms else None, why)
         if finding.property == "gradients" and not of_samples:
             line = _of_gradients(lines)
+            losses = [line for line in lines if line.is_loss and line.place[0] == FORWARD]
+            if line is None and losses and MEAN_OF_MEANS in finding.cause:
+                return located(finding, losses[-1].where, "this line makes a rank's loss")
             if line is None:
                 why = "what is brought together at this line carries no gradient to the other ranks"
                 return located(finding, self._without_gradient(), why)
