@@ -343,8 +343,7 @@ def _judge_own_pace(runner: Runner, record: Record, run: Run, report: Report) ->
     accusing = [
         one for one in report.errors if one.code in _OF_STEPS or (one.property == "data" and one.code in of_samples)
     ]
-    has_evaluated = any(rank.of("evaluated", "ran") for rank in record.ranks)
-    compares_evaluation = has_evaluated and report.coverage.get("evaluation") != AGREES
+    compares_evaluation = any(rank.of("evaluated", "ran") for rank in record.ranks)
     if not (open_ones or accusing or compares_evaluation) or not follows(record, alone):
         return
     margin = f"{plural(record.steps, 'step')} of one process at its own pace"
@@ -358,19 +357,20 @@ def _judge_own_pace(runner: Runner, record: Record, run: Run, report: Report) ->
 
 def _judge_evaluation(runner: Runner, record: Record, run: Run, report: Report) -> None:
     """Compares evaluations with those of a process that has taken the ranks' steps; what differs, in float64 too."""
-    again = Report(ranks=record.size)
-    evaluation.judge(record, run.record, again, unnamed=True)
-    if again.coverage.get("evaluation") == AGREES:
+    compared = Report(ranks=record.size)
+    evaluation.judge(record, run.record, compared, unnamed=True)
+    if compared.coverage.get("evaluation") == AGREES:
         for found in [one for one in report.errors if one.code == "evaluation-inexact"]:
             report.withdraw(found, AGREES, "those of one process at its own pace")
         report.cover("evaluation", AGREES, "those of one process at its own pace")
-    elif again.errors and not report.errors and not record.is_cut_short:
+    elif compared.errors and not report.errors and not record.is_cut_short:
         order: dict[str, Any] = {"steps": record.steps + 1, "double": True}
         ranks = runner.recorded(f"evaluations of {record.size} ranks in float64", record.size, **order)
         one = runner.recorded("evaluations of one process in float64", 1, **order)
         if not (ranks.has_failed or one.has_failed) and follows(ranks.record, one.record):
             in_float64 = Report(ranks=record.size)
-            evaluation.judge(ranks.record, one.record, in_float64, lambda: run, unnamed=True)
+            again = functools.cache(lambda: runner.recorded("the same once more", 1, **order))
+            evaluation.judge(ranks.record, one.record, in_float64, again, unnamed=True)
             report.add(found for found in in_float64.errors if found.code == "evaluation-inexact")
 
 

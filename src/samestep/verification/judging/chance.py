@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -28,8 +28,8 @@ def judge(record: Record, whole: Run, report: Report) -> None:
     record = record.data
     drawn = [_draws(rank, "draw") for rank in record.ranks]
     within = [{place: draw for place, draw in draws.items() if draw["within"]} for draws in drawn]
-    alone = {place: draw["shape"] for place, draw in _draws(whole.rank, "own_draw").items()}
-    report.add(_alike(record, within, alone))
+    alone = _draws(whole.rank, "own_draw")
+    report.add(_alike(record, within, {place: draw["shape"] for place, draw in alone.items()}))
     ended = list(_no_longer_apart(record, drawn))
     report.add(ended if ended or are_loaded(record) else _alike_without_loader(record, drawn, alone))
     report.add(_masks(record))
@@ -56,15 +56,19 @@ def _alike(record: Record, within: Sequence[Draws], alone: Mapping[str, list[int
             return
 
 
-def _alike_without_loader(record: Record, drawn: Sequence[Draws], alone: Mapping[str, list[int]]) -> Iterator[Finding]:
-    """Equal noise at several steps, of which one process draws N times as much: the ranks share one batch."""
+def _alike_without_loader(record: Record, drawn: Sequence[Draws], alone: Draws) -> Iterator[Finding]:
+    """Equal noise at several steps, of which one process draws N times as much: the ranks share one batch.
+
+    Integers are noise where the ranks draw what one process draws first; else they may be places in a rank's samples.
+    """
     numbers: dict[tuple[int, str], int] = {}
-    for place, shape in alone.items():
-        if shape is not None:
-            drawn_at = place_of_draw({"place": place})
-            numbers[drawn_at] = numbers.get(drawn_at, 0) + prod(shape)
+    for draw in alone.values():
+        if draw["shape"] is not None:
+            drawn_at = place_of_draw(draw)
+            numbers[drawn_at] = numbers.get(drawn_at, 0) + prod(draw["shape"])
+    integers = {place for place, draw in alone.items() if draw.get("begins")}
     begun: dict[tuple[int, str], int] = {}
-    for rank, line, first, windows in beside_first([_by_line(draws) for draws in drawn]):
+    for rank, line, first, windows in beside_first([_by_line(draws, integers) for draws in drawn]):
         for window, noise in windows.items():
             where = line.rpartition("|")[0]
             if noise != first.get(window) or numbers.get((window, where)) != record.size * noise.numbers:
@@ -117,11 +121,11 @@ class _Noise:
     numbers: int
 
 
-def _by_line(draws: Draws) -> dict[str, dict[int, _Noise]]:
+def _by_line(draws: Draws, integers: Container[str] = ()) -> dict[str, dict[int, _Noise]]:
     """Line where noise is drawn, for training or an evaluation -> window -> all that is drawn there."""
     found: dict[str, dict[int, list[Event]]] = {}
     for draw in draws.values():
-        if draw["name"] in _NOISE and draw["digest"] is not None:
+        if (draw["name"] in _NOISE or draw["place"] in integers) and draw["digest"] is not None:
             window, where = place_of_draw(draw)
             found.setdefault(f"{where}|{draw['trains']}", {}).setdefault(window, []).append(draw)
     whole = {

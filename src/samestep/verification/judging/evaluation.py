@@ -110,7 +110,8 @@ def judge(
     gathers = any(one.gathers for mine in evaluations for one in mine.values())
     hidden = bool(sampled) and printed.finest > _PRECISE and not gathers
     confirmed = (printed.alike and not hidden) or (printed.saturated and not sampled)
-    confirmed = confirmed or None in [*sums, *compared] or (not found and printed.unnamed)
+    confirmed = confirmed or None in [*sums, *compared]
+    confirmed = confirmed or (not found and printed.unnamed and printed.unknown is None)
     confirmed = confirmed or _agrees_by_itself(record, evaluations, unplaced, miscounts=bool(sampled))
     of_parts = not any(one.brings_together for mine in evaluations for one in mine.values())
     tails = list(_tails(record))

@@ -543,7 +543,7 @@ class Recorder(ScriptObserver):
         if kind == "scheduled" and fields["why"] is None:
             fields = _held_against(**fields)
         if kind == "weights":
-            self._loaded_at = fields["where"]
+            self._loaded_at, self._evaluates = fields["where"], None  # what is evaluated from now on are others
         if kind == "scaled":
             self.scaler = fields["scaler"]
             if self.scaler.is_enabled():

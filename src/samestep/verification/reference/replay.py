@@ -547,6 +547,7 @@ class Replay(ScriptObserver):
         about: dict[str, Any] = {"shape": None, "digest": None}
         if drawn is not None:
             about = {"shape": [*drawn.shape], "digest": digest(drawn), "whole": are_whole(drawn)}
+            about |= {"begins": name.endswith(".randint") and self._begins_as_ranks(drawn, place)}
         self.journal.write("own_draw", place=place, **about)
         if (self._replayed and not self.is_open) or self.order.get("own_draws"):
             return value  # before its samples are there, which are the ranks' already
@@ -557,6 +558,18 @@ class Replay(ScriptObserver):
         if whole is None and self.optimizers.all:  # what is drawn before may begin the parameters, which are put back
             self.journal.write("chance", place=place, name=name)
         return value if whole is None else whole
+
+    def _begins_as_ranks(self, drawn: Any, place: str) -> bool:
+        """Whether every rank has drawn the numbers that this process draws first, from the same range."""
+        import torch
+
+        held = [
+            self.record.value(rank, number).flatten()
+            for rank, number in self._drawn.get(place, [])
+            if number is not None
+        ]
+        own = drawn.flatten()
+        return len(held) == len(self._ranks) and all(torch.equal(one, own[: len(one)]) for one in held)
 
     def _drawn_in_turn(self, name: str, place: str, value: Any) -> Any:
         """What one rank has drawn in a step, in that of this process which stands for the rank's."""
