@@ -38,11 +38,16 @@ def recorded(
     inputs: list[Tensor],
     rate: float = 0.1,
     later: list[dict[str, Tensor]] | None = None,
+    begun: list[dict[str, Tensor]] | None = None,
 ) -> Record:
-    """Processes that hold these parameters, and take one step with these gradients, and another with the later ones."""
+    """Processes that hold these parameters, and take one step with these gradients, and another with the later ones.
+
+    The other begins with the parameters `begun`, where these are known.
+    """
     ranks = []
     for number, (own, brought, given) in enumerate(zip(held, gradients, inputs, strict=True)):
         kept: list[Any] = [{"parameters": {0: own}}, given, brought, *(later or [])[number : number + 1]]
+        kept += [{"parameters": {0: begun[number]}}] if begun else []
         for place, value in enumerate(kept):
             value_path(folder, number, place).parent.mkdir(parents=True, exist_ok=True)
             torch.save(value, value_path(folder, number, place))
@@ -53,7 +58,11 @@ def recorded(
             stepped(0),
         ]
         if later:
-            events += [{"kind": "window", "number": 1, "kept": None}, step(1, "g", kept=3, rates=[rate]), stepped(1)]
+            events += [
+                {"kind": "window", "number": 1, "kept": 4 if begun else None},
+                step(1, "g", kept=3, rates=[rate]),
+                stepped(1),
+            ]
         ranks.append(Rank(number, events))
     return Record(folder, ranks)
 
@@ -177,3 +186,25 @@ def test_ranks_that_begin_with_one_part_are_found(tmp_path: Path) -> None:
     first = halves(WHOLE)[0]
     (found,) = parts(tmp_path, halves(GRADIENTS), [first, first]).equal_parts()
     assert (found.code, found.tensor) == ("initial-state-differs", "up.weight")
+
+
+@pytest.mark.parametrize(("agree", "found"), [(False, ["up.weight"]), (True, [])])
+def test_a_part_that_begins_as_a_multiple_is_found(tmp_path: Path, *, agree: bool, found: list[str]) -> None:
+    """Not where the gradients of the others agree: the script makes up for it."""
+    held = [{name: one * 2**0.5 if name == "up.weight" else one for name, one in own.items()} for own in halves(WHOLE)]
+    gradients = [{name: one if agree else one + 1 for name, one in own.items()} for own in halves(GRADIENTS)]
+    seen = list(parts(tmp_path, gradients, held).scaled_parts())
+    assert [one.tensor for one in seen] == found
+    assert not found or "1.414 times the numbers of one process" in seen[0].cause
+
+
+@pytest.mark.parametrize(("moved", "codes"), [(0.0, ["gradient-differs"]), (0.1, [])])
+def test_a_later_gradient_is_found_where_its_step_begins_alike(tmp_path: Path, moved: float, codes: list[str]) -> None:
+    """What is carried from step to step by something else than the parameters has come apart."""
+    later = [{name: one + 1 for name, one in own.items()} for own in halves(GRADIENTS)]
+    begun = [{name: one + moved for name, one in own.items()} for own in halves(WHOLE)]
+    ranks = recorded(
+        tmp_path / "ranks", halves(WHOLE), halves(GRADIENTS), [torch.zeros(0)] * 2, later=later, begun=begun
+    )
+    alone = recorded(tmp_path / "alone", [WHOLE], [GRADIENTS], [torch.zeros(0)], later=[GRADIENTS], begun=[WHOLE])
+    assert [one.code for one in Parts(ranks, alone).findings(inputs_are_known=False)] == codes

@@ -306,3 +306,24 @@ def test_parts_that_ranks_hold_for_themselves_come_back_to_each() -> None:
     save: Event = {"event": 1, "digests": {}, "state": {"parameters": {"w": "a1"}, "optimizers": [], "buffers": {}}}
     states = [storage._state_of(rank, saver, save) for rank in (saver, other)]
     assert [None if one is None else one["parameters"] for one in states] == [{"w": "a1"}, {"w": "b1"}]
+
+
+@pytest.mark.parametrize(
+    ("loaded", "digests", "found"),
+    [
+        (("adam-0.pt", "adam-0.pt"), ("a", "b"), [1]),
+        (("adam-0.pt", "adam-1.pt"), ("a", "b"), []),
+        (("adam-0.pt", "adam-0.pt"), ("a", "a"), []),  # what all ranks have alike
+    ],
+)
+def test_a_rank_that_loads_the_file_of_another_is_found(
+    loaded: tuple[str, str], digests: tuple[str, str], found: list[int]
+) -> None:
+    ranks = [
+        [save({"m": digests[rank]}, path=f"adam-{rank}.pt"), {**load({"m": "any"}), "path": loaded[rank]}]
+        for rank in range(2)
+    ]
+    report = Report(ranks=2)
+    storage.judge(record(*ranks), report)
+    wanted = [one for one in report.findings if "saved of its own part" in one.cause]
+    assert [(one.rank, one.where) for one in wanted] == [(rank, "train.py:45") for rank in found]

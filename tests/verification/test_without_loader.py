@@ -23,6 +23,7 @@ from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.judging.reference import Comparison
 from samestep.verification.recording.chance import joined_draws
 from samestep.verification.recording.own_gradients import OwnGradients
+from samestep.verification.reference.replay import Replay
 from samestep.verification.runs import Ended
 
 ONE, OTHER = torch.tensor([1.0, 2.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 3.0, -1.0])  # of each rank's samples
@@ -805,3 +806,24 @@ def test_what_an_evaluation_before_the_first_step_brings_together_is_no_part_of_
     events = window(0, ["train.py:5"]) + ([] if second is None else window(1, second))
     rank = Rank(0, events)
     assert average.brings_together(rank, rank.steps) == told
+
+
+@pytest.mark.parametrize(("rows", "theirs", "is_found"), [(8, "d", True), (4, "d", False), (8, "other", False)])
+def test_numbers_that_all_ranks_draw_for_the_whole_batch_are_seen(rows: int, theirs: str, is_found: bool) -> None:
+    """Each takes drawn[rank::world_size] of them, or a block: which of these, gradients tell."""
+    batch: Event = {"kind": "batch", "training": True, "window": 3, "size": 4}
+    ranks = [[batch, drawn("3|train.py:4|1", digest=digest, shape=[rows, 2])] for digest in ("d", theirs)]
+    own: Event = {"kind": "own_draw", "place": "3|train.py:4|1", "digest": "d", "shape": [rows, 2]}
+    ours = record(*ranks)
+    alone = Run(Ended(code=0, hung=False, failure=None, folder=ours.folder), record([own]))
+    assert chance.draw_for_all_rows(ours, alone) is is_found
+
+
+def test_rows_that_are_drawn_in_turn_follow_the_joined_batch() -> None:
+    alone: Any = Replay.__new__(Replay)
+    alone.sizes, alone._permuted, alone.window = [3, 3], False, 1
+    assert alone._rows_drawn_for(strided=False).tolist() == [0, 1, 2, 3, 4, 5]
+    assert alone._rows_drawn_for(strided=True).tolist() == [0, 2, 4, 1, 3, 5]
+    alone._permuted = True
+    order = alone._order(alone.sizes)
+    assert alone._rows_drawn_for(strided=True).tolist() == torch.tensor([0, 2, 4, 1, 3, 5])[order].tolist()

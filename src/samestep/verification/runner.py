@@ -71,6 +71,7 @@ class Runner:
     fork_server: PreforkServer | None = None  # forks the runs that need no fresh interpreters; None where all do
     left_out: list[str] = field(default_factory=list)  # lines of optimizers of which no run takes notice
     batch_after_batch: bool = False  # whether one process gets the ranks' batches one after the other, and not joined
+    strided: bool = False  # whether each rank takes drawn[rank::world_size] of what all draw for the whole batch
     gpus_of_one: dict[str, str] = field(default_factory=dict)  # variables that show one process a rank's GPUs alone
     _is_over: Event = field(default_factory=Event)
     _lock: Lock = field(default_factory=Lock)
@@ -112,6 +113,7 @@ class Runner:
         chosen = [rank.number for rank in record.data.ranks] if ranks is None else ranks
         order = {"recorded": str(record.folder), "ranks": chosen, "together": record.size, **order}
         order |= {"batch_after_batch": True} if self.batch_after_batch else {}
+        order |= {"strided": True} if self.strided else {}
         self._begin(f"the script alone, {name}")
         run = self._run(name, 1, _REPLAY, order, self.fork_server)
         if self.gpus_of_one and record.steps and not run.steps:  # it may insist on more GPUs

@@ -46,7 +46,7 @@ from samestep.verification.judging.others import Others
 from samestep.verification.judging.own_pace import begins_apart, each_has_all, follows, parted, sudden
 from samestep.verification.judging.passes import are_loaded
 from samestep.verification.judging.record import Record, Run
-from samestep.verification.judging.reference import Comparison
+from samestep.verification.judging.reference import Comparison, is_nearer
 from samestep.verification.judging.updates import Updates
 from samestep.verification.recording.limit import LONGER, PASSES, SMALL, STEPS
 from samestep.verification.report import Report, is_open
@@ -190,6 +190,11 @@ def _both(runner: Runner, steps: int, passes: int, name: str, *, keep_all: bool 
         in_turn = runner.alone(f"{name}, one rank's after the other's", record)
         runner.batch_after_batch = InStep(record, in_turn).is_in_step
         whole = in_turn if runner.batch_after_batch else whole
+    if not recorded.has_failed and chance.draw_for_all_rows(record, whole):
+        runner.strided = True
+        strided = runner.alone(f"{name}, draws cut by [rank::world_size]", record)
+        runner.strided = is_nearer(record, strided, whole)
+        whole = strided if runner.strided else whole
     if whole.unjoinable is not None and not recorded.has_failed:  # what does not depend on the samples is compared
         alone = runner.alone(f"{name}, of one rank", record, [record.data.ranks[0].number])
         whole = whole if alone.has_failed else replace(alone, apart=whole.unjoinable)
@@ -323,6 +328,7 @@ def _judge_cut(record: Record, alone: Record, report: Report, first: parts.Parts
     parts_of_one.find_apart(report)
     if first is not None and not report.errors:
         report.add(first.equal_parts())
+        report.add(first.scaled_parts())
         report.add(first.findings(inputs_are_known=first.have_the_same_inputs))
     if not report.errors and (first is None or first.agree()) and parts_of_one.cover(report):
         evaluation.judge(record, alone, report)

@@ -40,6 +40,21 @@ def judge(record: Record, whole: Run, report: Report) -> None:
     report.cover("random", PROVED if is_seen else unchecked(_BETWEEN if is_before else _NOTHING))
 
 
+def draw_for_all_rows(record: Record, whole: Run) -> bool:
+    """Whether all ranks, and one process, draw the same numbers for each sample of a batch that is loaded."""
+    ranks = [_draws(rank, "draw") for rank in record.data.ranks]
+    alone = _draws(whole.rank, "own_draw") if whole.record.ranks else {}
+    rows: dict[int, int] = {}
+    for event in (one for rank in record.data.ranks for one in rank.of("batch") if one["training"]):
+        rows[event["window"]] = rows.get(event["window"], 0) + event["size"]
+    return any(
+        draw["shape"]
+        and draw["shape"][0] == rows.get(place_of_draw(draw)[0])
+        and all(place in theirs and theirs[place]["digest"] == draw["digest"] for theirs in ranks)
+        for place, draw in alone.items()
+    )
+
+
 def _draws(rank: Rank, kind: str) -> Draws:
     return {draw["place"]: draw for draw in rank.of(kind)}
 

@@ -34,6 +34,7 @@ _FEWEST = 3  # gradients that are one process's: then so are its samples
 _NEAR = 1e-4  # of a gradient's norm; some scripts compute a part of it in float32
 _LARGE = 1e-2  # of a gradient's norm
 _FACTOR = 1e-3  # of a factor
+_MANY = 8  # numbers that are no multiple of others by chance
 
 
 @dataclass
@@ -81,6 +82,27 @@ class Parts:
                 yield _same_part(self.record, name, value, whole)
                 return
 
+    def scaled_parts(self) -> Iterator[Finding]:
+        """Yields the first parameter that begins as a multiple of one process's, or of the rank's part of it.
+
+        Not where the other gradients are one process's: then the script makes up for it.
+        """
+        same, apart = self._compared(0) if self._steps else ([], [])
+        if same and not apart:
+            return
+        for rank, held in zip(self.record.ranks, self._held, strict=True):
+            for name, value in held.items():
+                whole = self._whole.get(name)
+                if whole is None or value.dim() != whole.dim() or value.numel() < _MANY or not _vary(value):
+                    continue
+                cut = [dim for dim in range(value.dim()) if value.shape[dim] * self.record.size == whole.shape[dim]]
+                parts = [part for dim in cut[:1] for part in whole.chunk(self.record.size, dim)] if cut else [whole]
+                factors = [_multiple_of(value, part) for part in parts if part.shape == value.shape]
+                factor = next((one for one in factors if one is not None), None)
+                if factor is not None and abs(factor - 1) > _FACTOR:
+                    yield _scaled_part(self.record, rank, name, factor)
+                    return
+
     def findings(self, *, inputs_are_known: bool, only_by_inputs: bool = False) -> Iterator[Finding]:
         """Yields a finding for the first step at which gradients are not one process's.
 
@@ -91,7 +113,8 @@ class Parts:
             if not apart:
                 continue
             steps = [rank.steps[number] for rank in self.record.ranks]
-            is_known = inputs_are_known and not number and self.are_whole and not self._normalise_apart
+            is_known = self._begins_alike(number) if number else inputs_are_known
+            is_known = is_known and self.are_whole and not self._normalise_apart
             is_known = is_known or (len(same) >= _FEWEST and not only_by_inputs)
             if is_known and self._have_its_rates(number):
                 yield from self._explained(number, steps, same, apart)
@@ -110,10 +133,33 @@ class Parts:
         Each rank may have a part of the samples, or of each sample, or all of them; of a pipeline the first rank has
         them.
         """
-        if own_data.draw_otherwise(self.record, self.alone, 0, within=True):
+        return self._have_the_same_inputs(0)
+
+    def _begins_alike(self, number: int) -> bool:
+        """Whether a step behind the first begins with one process's parameters, draws and inputs, if these are seen."""
+        window = self.record.ranks[0].steps[number]["window"]
+        whole = _parameters(self.alone, self.alone.ranks[0], window)
+        held = [_parameters(self.record, rank, window) for rank in self.record.ranks]
+        if not whole or not all(held):
             return False
-        theirs = _inputs(self.alone, self.alone.ranks[0])
-        every = [_inputs(self.record, rank) for rank in self.record.ranks]
+        pairs = [
+            (place.held(own[name]), place.of(whole[place.name]))
+            for own, found in zip(held, self.places, strict=True)
+            for name, place in found.items()
+            if name in own and place.name in whole
+        ]
+        if any(float((one - other).norm()) > _NEAR**2 * float(other.norm()) for one, other in pairs):
+            return False
+        every = [(self.alone, self.alone.ranks[0]), *((self.record, rank) for rank in self.record.ranks)]
+        if not any(_inputs(*each, window).numel() for each in every):
+            return not own_data.draw_otherwise(self.record, self.alone, window, within=True)
+        return self._have_the_same_inputs(window)
+
+    def _have_the_same_inputs(self, window: int) -> bool:
+        if own_data.draw_otherwise(self.record, self.alone, window, within=True):
+            return False
+        theirs = _inputs(self.alone, self.alone.ranks[0], window)
+        every = [_inputs(self.record, rank, window) for rank in self.record.ranks]
         held = [{place.name for place in found.values()} for found in self.places]
         alone = [place for place, own in enumerate(held) if not any(own & other for other in held if other is not own)]
         chosen = [torch.cat(every), *(every[place] for place in alone)]
@@ -227,6 +273,13 @@ class _Pair:
     one: Tensor
 
 
+def _multiple_of(value: Tensor, part: Tensor) -> float | None:
+    """What a part is multiplied by to give a value, number by number; None where it is not."""
+    value, part = value.detach().double(), part.detach().double()
+    factor = float((value * part).sum() / part.square().sum().clamp_min(1e-300))
+    return factor if float((value - factor * part).norm()) <= _NEAR * float(value.norm()) else None
+
+
 def _is_multiple(these: Tensor, one: Tensor) -> bool:
     """Whether these are the numbers of `one`, each as many times as any other, in any order."""
     times = these.numel() // one.numel()
@@ -235,14 +288,14 @@ def _is_multiple(these: Tensor, one: Tensor) -> bool:
     return torch.equal(these.sort().values, one.repeat(times).sort().values)
 
 
-def _inputs(record: Record, rank: Rank) -> Tensor:
-    found = [record.value(rank.number, one["kept"]) for one in rank.in_window(0, "given")]
+def _inputs(record: Record, rank: Rank, window: int) -> Tensor:
+    found = [record.value(rank.number, one["kept"]) for one in rank.in_window(window, "given")]
     return torch.cat(found) if found else torch.zeros(0)
 
 
-def _parameters(record: Record, rank: Rank) -> dict[str, Tensor]:
-    """Those of all optimizers, with which the first step begins."""
-    begun = [event for event in rank.of("window") if event["number"] == 0]
+def _parameters(record: Record, rank: Rank, window: int = 0) -> dict[str, Tensor]:
+    """Those of all optimizers, with which a step begins: the first, or another."""
+    begun = [event for event in rank.of("window") if event["number"] == window]
     if not begun or begun[-1]["kept"] is None:
         return {}
     held = record.value(rank.number, begun[-1]["kept"])["parameters"]
@@ -285,6 +338,26 @@ def _factor(pair: _Pair) -> float:
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
     return float((one - other).norm()) <= _LARGE * float(other.norm())
+
+
+def _scaled_part(record: Record, rank: Rank, name: str, factor: float) -> Finding:
+    return Finding(
+        code="initial-state-differs",
+        rank=rank.number,
+        step=0,
+        tensor=name,
+        where=built_at(rank.of("names"), name) or made(rank.events),
+        cause=f"rank {rank.number} begins with {factor:.4g} times the numbers of one process in its part of {name}"
+        f"{_root(factor, record.size)}",
+        fix="scale what is drawn by the size of the whole parameter, not by that of a rank's part",
+    )
+
+
+def _root(factor: float, size: int) -> str:
+    """What a factor is, if it comes of the number of ranks."""
+    known = {size: "the number of ranks", 1 / size: "1 / the number of ranks"}
+    known |= {math.sqrt(size): "the root of the number of ranks", 1 / math.sqrt(size): "1 / the root of it"}
+    return next((f": {name}" for one, name in known.items() if abs(factor / one - 1) < _FACTOR), "")
 
 
 def _same_part(record: Record, name: str, value: Tensor, whole: Tensor) -> Finding:

@@ -42,6 +42,16 @@ class _Errors:
     remarks: list[str] = field(default_factory=list)  # what was found to be rounding
 
 
+def is_nearer(record: Record, run: Run, other: Run) -> bool:
+    """Whether the gradients of a run are nearer to the ranks' than another's, at the first step of both."""
+    common = [event for event in record.kept_steps if {event["event"]} <= run.steps.keys() & other.steps.keys()]
+    if not common:
+        return False
+    ranks, number = record.gradients(common[0]), common[0]["event"]
+    one, two = (numerics.distance(ranks, each.gradients(number)).whole for each in (run, other))
+    return one < two
+
+
 @dataclass
 class Comparison:
     """Compares the ranks with the script alone; `has_samples` says that it is known to have their samples."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 
 from samestep.text import listed
 from samestep.verification.findings import AGREES, DECLARED, NOT_REACHED, PROVED, Finding, unchecked
@@ -24,6 +25,7 @@ def judge(record: Record, report: Report) -> None:
     report.add(_without_buffers(record))
     report.add(_nothing_loaded(record))
     report.add(_parts_saved_as_whole(record))
+    report.add(_files_of_others(record))
     for rank, event in resumed:
         before = [(saver, save) for saver, save in saves if "state" in save and _is_of(save, rank, event)]
         if not before:
@@ -90,6 +92,35 @@ def _parts_saved_as_whole(record: Record) -> Iterator[Finding]:
                 fix="save the DTensor in place of what to_local() returns, or give each rank's part a name of its own",
             )
             return
+
+
+def _files_of_others(record: Record) -> Iterator[Finding]:
+    """Whether a rank loads the file that another has saved of its part, and never the one that it has saved itself."""
+    saved: list[dict[tuple[str, str], Event]] = [
+        {(one["where"], one["path"]): one for one in rank.of("save") if one["path"]} for rank in record.ranks
+    ]
+    savers: dict[tuple[str, str], set[int]] = {}
+    for number, theirs in enumerate(saved):
+        for name in theirs:
+            savers.setdefault(name, set()).add(number)
+    for number, rank in enumerate(record.ranks):
+        loads: dict[str, Event] = {load["path"]: load for load in rank.of("load")}
+        own = {where: path for where, path in saved[number] if savers[where, path] == {number}}
+        for (where, path), by in savers.items():
+            if path not in loads or len(by) > 1 or number in by or own.get(where) in {None, *loads}:
+                continue
+            (saver,) = by
+            here, there = saved[number][where, own[where]], saved[saver][where, path]
+            if here["digests"].keys() == there["digests"].keys() and here["digests"] != there["digests"]:
+                yield Finding(
+                    code="checkpoint-inexact",
+                    rank=rank.number,
+                    where=loads[path]["where"],
+                    cause=f"rank {rank.number} loads {PurePath(path).name}, which rank {record.ranks[saver].number} "
+                    f"has saved of its own part, and never its own, {PurePath(own[where]).name}",
+                    fix="name the file that is loaded by the number of the rank, as that which is saved",
+                )
+                return
 
 
 def _state_of(rank: Rank, saver: Rank, save: Event) -> Event | None:

@@ -532,6 +532,8 @@ class Replay(ScriptObserver):
         return found
 
     def on_random(self, name: str, where: str, value: Any) -> Any:
+        import torch
+
         if self.optimizers.all and not self.is_loading:
             self.evaluations.drew(value)
         if self.is_elsewhere or (begins_parameters(name) and not self.optimizers.all):
@@ -555,9 +557,20 @@ class Replay(ScriptObserver):
         parts = [self.record.value(rank, number) for rank, number in held if number is not None]
         strided = self.order.get("strided", False)
         whole = joined_draws(name, value, parts, strided=strided) if len(parts) == len(self._ranks) else None
+        if isinstance(whole, torch.Tensor) and whole.dim() and self._loaded and len(whole) == sum(self.sizes):
+            whole = whole[self._rows_drawn_for(strided=strided and all(map(parts[0].equal, parts[1:])))]
         if whole is None and self.optimizers.all:  # what is drawn before may begin the parameters, which are put back
             self.journal.write("chance", place=place, name=name)
         return value if whole is None else whole
+
+    def _rows_drawn_for(self, *, strided: bool) -> Any:
+        """Places of the joined batch's samples in what is drawn for them: ranks take `drawn[rank::world_size]`, say."""
+        import torch
+
+        rows, ranks = torch.arange(sum(self.sizes)), len(self.sizes)
+        if strided:
+            rows = torch.cat([rows[rank::ranks] for rank in range(ranks)])
+        return rows[self._order(self.sizes)] if self._permuted else rows
 
     def _begins_as_ranks(self, drawn: Any, place: str) -> bool:
         """Whether every rank has drawn the numbers that this process draws first, from the same range."""
