@@ -474,6 +474,28 @@ def _sync() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+@idiom("`nn.Embedding(sparse=True)`")
+def _sparse() -> None:
+    embedding = nn.Embedding(6, 3, sparse=True).cuda()
+    optimizer = torch.optim.SparseAdam(embedding.parameters(), lr=0.1)
+    before = embedding.weight.detach().clone()
+    embedding(torch.tensor([1, 4, 1], device="cuda")).sum().backward()
+    gradient = embedding.weight.grad
+    assert gradient is not None
+    assert (gradient.layout, str(gradient.device)) == (torch.sparse_coo, "cuda:0")
+    whole = gradient.coalesce()
+    assert whole.indices().tolist() == [[1, 4]]
+    assert whole.values().cpu().equal(torch.tensor([[2.0] * 3, [1.0] * 3]))
+    optimizer.step()
+    assert (embedding.weight != before).any(1).tolist() == [False, True, False, False, True, False]
+    made = torch.sparse_coo_tensor(whole.indices(), 2 * whole.values(), (6, 3), check_invariants=False)
+    assert made.to_dense().equal(2 * gradient.to_dense())
+    gradient.copy_(made)
+    assert gradient.cpu().to_dense().equal(made.cpu().to_dense())
+    gradient.zero_()
+    assert not gradient.to_dense().any()
+
+
 @idiom("`optim.AdamW`")
 def _optimizers() -> None:
     ends = []

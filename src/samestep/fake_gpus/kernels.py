@@ -22,6 +22,7 @@ from samestep.fake_gpus.groups import COLLECTIVES
 from samestep.fake_gpus.host_memory import to_fake, to_host
 from samestep.fake_gpus.loading import PINNING
 from samestep.fake_gpus.models import SYNCHRONISED
+from samestep.fake_gpus.sparse import KEY, PARTS, copy_sparse, is_part, sparse_to_fake, sparse_to_host, write_sparse
 
 HOST = torch.device("cpu")
 NONE = -1
@@ -57,7 +58,7 @@ class _Host:
                 self.index = number
             elif not self.mixed:
                 raise devices.two_devices(f"cuda:{self.index}", f"cuda:{number}")
-        return to_host(value)
+        return sparse_to_host(value) if value.is_sparse else to_host(value)
 
     def value(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -163,8 +164,10 @@ class Kernel:
             for given, own in zip(host, args, strict=True):
                 if given is value:
                     return own
+            if value.is_sparse:
+                return sparse_to_fake(value, index)
             if value.layout is not torch.strided or value.is_quantized:
-                raise NotImplementedError(f"fake GPUs hold dense tensors only, and {self._name} gives {value.layout}")
+                raise NotImplementedError(f"fake GPUs hold no such tensors: {self._name} gives {value.layout}")
             return to_fake(value, index)
 
         if isinstance(result, tuple):
@@ -190,6 +193,8 @@ def _in_float32(op: Any) -> Callable[..., Any]:
 
 def _resized(own: Tensor, alias: Tensor) -> Tensor:
     """Returns a tensor that was written into, in the shape that the operator gave its alias: `out=` may be resized."""
+    if own.is_sparse and own is not alias:
+        return write_sparse(own, alias)
     if own is not alias and own.shape != alias.shape:
         own.set_(to_fake(alias, own.get_device()))  # type: ignore[call-overload]
     return own
@@ -216,6 +221,11 @@ class Kernels:
         for name, kernel in SPECIAL.items():
             library.impl(name, "CUDA", kernel, False)
         self._library("_").fallback("CUDA", self.fallback, False)
+        sparse = self._library("aten", "SparseCUDA")
+        for name in {*_composed(), *PARTS}:
+            sparse.impl(name.removeprefix("aten::"), "SparseCUDA", self._late(name, self.sparse_fallback), False)
+        sparse.impl("copy_", "SparseCUDA", copy_sparse, False)
+        self._library("_", "SparseCUDA").fallback("SparseCUDA", self.sparse_fallback, False)
         collectives, pinning = self._library("c10d"), self._library("aten", "CPU")
         for name, collective in COLLECTIVES.items():
             collectives.impl(name, "CUDA", collective, False)
@@ -236,14 +246,18 @@ class Kernels:
             kernel = self._by_op[op] = Kernel(op)
         return kernel.run(args, kwargs)
 
-    def _late(self, name: str) -> Callable[..., Any]:
+    def sparse_fallback(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the dispatcher calls for sparse tensors of fake GPUs."""
+        return op._op_dk(KEY, *args, **kwargs) if is_part(op) else self.fallback(op, *args, **kwargs)  # noqa: SLF001
+
+    def _late(self, name: str, fallback: Callable[..., Any] | None = None) -> Callable[..., Any]:
         op: Any = None
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             nonlocal op
             if op is None:
                 op = _operator(name)
-            return self.fallback(op, *args, **kwargs)
+            return (fallback or self.fallback)(op, *args, **kwargs)
 
         return kernel
 

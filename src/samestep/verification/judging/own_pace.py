@@ -151,7 +151,7 @@ def follows(record: Record, alone: Record) -> bool:
             step["rates"] == other["rates"] for step, other in zip(record.ranks[0].steps, others, strict=False)
         )
     else:
-        is_together = go_together(record, alone)
+        is_together = go_together(record, alone, record.asked)  # later ones are taken behind a pass that was ended
     return is_together and worst_error(record, alone, kept) is not None
 
 
