@@ -170,6 +170,8 @@ def test_a_scale_of_all_gradients_is_found_where_the_next_ones_differ(
         ([torch.arange(8.0), torch.arange(8.0, 16.0)], False),  # twice as many samples
         ([torch.arange(4.0), torch.arange(4.0)], False),
         ([torch.arange(1.0, 9.0)] * 2, False),
+        ([torch.arange(4.0), torch.tensor([4.0, 5, 6, 7, 0, 0])], True),  # filled up with another number of zeros
+        ([torch.arange(4.0), torch.tensor([4.0, 5, 6, 7, 0, 1])], False),
     ],
 )
 def test_inputs_are_those_of_one_process_in_any_order(tmp_path: Path, inputs: list[Tensor], are_the_same: bool) -> None:

@@ -327,3 +327,27 @@ def test_a_rank_that_loads_the_file_of_another_is_found(
     storage.judge(record(*ranks), report)
     wanted = [one for one in report.findings if "saved of its own part" in one.cause]
     assert [(one.rank, one.where) for one in wanted] == [(rank, "train.py:45") for rank in found]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "states", "found"),
+    [
+        (("p0", "p1"), ("m0", "m0"), [1]),
+        (("p0", "p1"), ("m0", "m1"), []),
+        (("p", "p"), ("m0", "m0"), []),  # replicas
+        (("p0", "p1"), ("", ""), []),  # SGD has none
+    ],
+)
+def test_one_state_for_the_parts_of_all_ranks_is_found(
+    parameters: tuple[str, str], states: tuple[str, str], found: list[int]
+) -> None:
+    def rank(number: int) -> list[Event]:
+        optimizers = [{"number": 0, "state": [states[number]] if states[number] else [], "rates": [0.1]}]
+        about = {"path": "best.pt", "event": 1, "buffers": {}, "averaged": {}, "optimizers": optimizers}
+        took = [step(0, "g"), stepped(0), load({"m": states[number]}), {"kind": "resumed", **about}]
+        return [*took, {**step(1, "g"), "parameters": {"w": parameters[number]}}, stepped(1)]
+
+    report = Report(ranks=2)
+    storage.judge(record(rank(0), rank(1)), report)
+    wanted = [one for one in report.findings if "holds other parameters" in one.cause]
+    assert [(one.rank, one.step, one.where) for one in wanted] == [(each, 1, "train.py:45") for each in found]

@@ -238,3 +238,12 @@ def is_rounding(error: float, in_float64: float) -> bool:
 def is_too_coarse(floor: float, gradients: Gradients, coarsest: float = 0.0) -> bool:
     """Whether rounding alone is so large that a mistake could hide in it; arguments as of :func:`limit`."""
     return max(floor, max(coarsest, unit(gradients)) * 10) > COARSEST
+
+
+def are_padded(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors hold the same numbers, each as often, but for the one that fills them up.
+
+    So it is with texts of several lengths, which two batches fill up to the longest of each.
+    """
+    (values, counts), (others, other_counts) = (torch.unique(each, return_counts=True) for each in (one, other))
+    return torch.equal(values, others) and int((counts != other_counts).sum()) == 1

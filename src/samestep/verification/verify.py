@@ -378,6 +378,8 @@ def _judge_evaluation(runner: Runner, record: Record, run: Run, report: Report) 
             again = functools.cache(lambda: runner.recorded("the same once more", 1, **order))
             evaluation.judge(ranks.record, one.record, in_float64, again, unnamed=True)
             report.add(found for found in in_float64.errors if found.code == "evaluation-inexact")
+            if in_float64.coverage.get("evaluation") == AGREES:
+                report.cover("evaluation", AGREES, "those of one process at its own pace, in float64")
 
 
 def _judge_sudden(runner: Runner, record: Record, alone: Record, report: Report) -> None:

@@ -22,7 +22,7 @@ from samestep.verification.findings import Finding
 from samestep.verification.judging.causes import located
 from samestep.verification.judging.explanations import ADDED_UP, MEAN_OF_MEANS
 from samestep.verification.judging.record import Record, Run
-from samestep.verification.numerics import in_turns
+from samestep.verification.numerics import are_padded, in_turns
 from samestep.verification.recording.lines import EVALUATION, FORWARD, GRADIENTS, STEP
 
 _NEAR = 1e-3  # of a tensor's norm
@@ -47,7 +47,7 @@ class Line:
 
     Attributes:
         place: of it.
-        relation: "copies", "mean", "parts", "sum", "norm" or "unknown"; None where it is none of these.
+        relation: "copies", "mean", "parts", "padded", "sum", "norm" or "unknown"; None where it is none of these.
         is_loss: whether it is one number of which gradients are taken.
         has_gradient: whether gradients are taken through it.
         is_sum: whether ranks have added up what one process has, to divide it afterwards.
@@ -185,6 +185,8 @@ def _first_apart(lines: list[Line], *, all_lines: bool = False) -> Line | None:
         for line in lines
         if line.place[0] != FORWARD or line.has_gradient or (all_lines and line.place[2] not in TRACED_CALLS)
     ]
+    if any(line.relation == "padded" for line in counted):
+        return None  # what is made of it has other shapes, and belongs to one process's all the same
     first = next((place for place, line in enumerate(counted) if line.relation is None), None)
     agree = [line for line in counted[: first or 0] if line.relation not in {None, "unknown"}]
     return counted[first] if first is not None and agree else None
@@ -242,6 +244,8 @@ def _relation(one: dict[str, Any], ranks: list[dict[str, Any]]) -> str | None:
             return name
     if any(_are_parts(parts, whole, dim) for dim in range(whole.dim())) or _are_parts_in_any_order(parts, whole):
         return "parts"
+    if _are_filled_up(values, one["value"]):
+        return "padded"
     return "unknown" if any(each["cut"] for each in (one, *ranks)) else None
 
 
@@ -262,7 +266,10 @@ def _relation_of_all(alone: list[dict[str, Any]], ranks: list[list[dict[str, Any
             return "mean"
         if _is_near(brought, total):
             return "sum"
-    return "parts" if _are_parts_in_any_order(parts, torch.cat([value.flatten() for value in whole])) else None
+    if _are_parts_in_any_order(parts, torch.cat([value.flatten() for value in whole])):
+        return "parts"
+    theirs = [one["value"] for own in ranks for one in own]
+    return "padded" if _are_filled_up(theirs, torch.cat([one["value"].flatten() for one in alone])) else None
 
 
 def _may_belong(shapes: list[list[int]], whole: list[int]) -> bool:
@@ -292,6 +299,12 @@ def _are_parts_in_any_order(parts: list[Tensor], whole: Tensor) -> bool:
         return False
     mine = torch.cat([part.flatten() for part in parts])
     return _is_near(mine.sort().values, whole.flatten().sort().values)
+
+
+def _are_filled_up(parts: list[Tensor], whole: Tensor) -> bool:
+    """Whether these are integers, words of texts say, that ranks and one process fill up to other lengths."""
+    is_integer = not (whole.is_floating_point() or whole.is_complex() or whole.dtype == torch.bool)
+    return is_integer and are_padded(torch.cat([part.flatten() for part in parts]), whole.flatten())
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:

@@ -6,6 +6,7 @@ the data look right there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -125,13 +126,24 @@ def draw_otherwise(record: Record, alone: Record, window: int, *, within: bool =
     `within` says that draws count, too, which steps make of the samples that they have.
     """
     seeds = {event["seed"] for event in alone.ranks[0].of("seeded")}
-    drawn = _drawn(alone.ranks[0], window, within)
+    drawn = _drawn(alone.ranks[0], window, within=within)
     ranks = record.data.ranks
     is_seeded_otherwise = any(event["seed"] not in seeds for rank in ranks for event in rank.of("seeded"))
-    return is_seeded_otherwise or any(_drawn(rank, window, within) != drawn for rank in ranks)
+    return is_seeded_otherwise or any(_drawn(rank, window, within=within) != drawn for rank in ranks)
 
 
-def _drawn(rank: Rank, window: int, within: bool) -> list[tuple[str, str]]:
+def draw_together(record: Record, alone: Record, window: int) -> bool:
+    """Returns whether all ranks together have drawn what one process has, up to a window: each sample has its seed."""
+    drawn = [
+        Counter(
+            (place.partition("|")[2].rpartition("|")[0], digest) for place, digest in _drawn(rank, window, within=True)
+        )
+        for rank in (alone.ranks[0], *record.data.ranks)
+    ]
+    return bool(drawn[0]) and sum(drawn[1:], Counter()) == drawn[0]
+
+
+def _drawn(rank: Rank, window: int, *, within: bool) -> list[tuple[str, str]]:
     """Places and digests of what a rank has drawn before a window is over."""
     return [
         (draw["place"], draw["digest"])

@@ -113,7 +113,7 @@ def begins_apart(record: Record, alone: Record) -> bool:
     steps, other = record.events_of_step(0), alone.ranks[0].steps[0]
     are_replicas = all(step["gradients"] == steps[0]["gradients"] for step in steps)
     is_alike = all(step["rates"] == other["rates"] and step["micro"] == other["micro"] for step in steps)
-    return are_replicas and is_alike and not _is_taken(record, alone, 0, _FAR)
+    return are_replicas and is_alike and not _is_taken(record, alone, 0, _NEAR)
 
 
 def sudden(record: Record, alone: Record) -> Event | None:

@@ -156,7 +156,8 @@ class Parts:
         return self._have_the_same_inputs(window)
 
     def _have_the_same_inputs(self, window: int) -> bool:
-        if own_data.draw_otherwise(self.record, self.alone, window, within=True):
+        draw = self.record, self.alone, window
+        if own_data.draw_otherwise(*draw, within=True) and not own_data.draw_together(*draw):
             return False
         theirs = _inputs(self.alone, self.alone.ranks[0], window)
         every = [_inputs(self.record, rank, window) for rank in self.record.ranks]
@@ -281,11 +282,14 @@ def _multiple_of(value: Tensor, part: Tensor) -> float | None:
 
 
 def _is_multiple(these: Tensor, one: Tensor) -> bool:
-    """Whether these are the numbers of `one`, each as many times as any other, in any order."""
+    """Whether these are the numbers of `one`, each as many times as any other, in any order.
+
+    One number may be there more or less often: with it, texts of several lengths are filled up to that of the longest.
+    """
     times = these.numel() // one.numel()
-    if times * one.numel() != these.numel():
-        return False
-    return torch.equal(these.sort().values, one.repeat(times).sort().values)
+    if times * one.numel() == these.numel():
+        return torch.equal(these.sort().values, one.repeat(times).sort().values)
+    return numerics.are_padded(these, one)
 
 
 def _inputs(record: Record, rank: Rank, window: int) -> Tensor:

@@ -36,6 +36,8 @@ def judge(record: Record, report: Report) -> None:
         elif state["parameters"]:  # else saved before there was an optimizer
             compared = True
             report.add([*_of_other_parts(rank, event, *before[-1])] or _compared(rank, event, state))
+    if not any(one.code == "checkpoint-inexact" for one in report.errors):
+        report.add(_states_of_others(record))
     if unknown:
         why = f"which parts rank {unknown[0]} held when rank 0 saved the whole is not known"
         report.cover("checkpoint", unchecked(why))
@@ -121,6 +123,35 @@ def _files_of_others(record: Record) -> Iterator[Finding]:
                     fix="name the file that is loaded by the number of the rank, as that which is saved",
                 )
                 return
+
+
+def _states_of_others(record: Record) -> Iterator[Finding]:
+    """Whether optimizers that hold other parameters on each rank go on, behind a load, with one state on all ranks."""
+    first, *others = record.ranks or [Rank(0, [])]
+    for mine in first.of("resumed"):
+        for rank in others:
+            same_step = (event for event in rank.of("resumed") if event["event"] == mine["event"])
+            theirs, steps = next(same_step, None), [_step_of(one, mine) for one in (first, rank)]
+            if theirs is None or None in steps:
+                continue
+            held = [step["parameters"] for step in steps if step is not None]
+            are_apart = held[0].keys() == held[1].keys() and set(held[0].values()).isdisjoint(held[1].values())
+            states = [[one["state"] for one in event["optimizers"]] for event in (mine, theirs)]
+            if are_apart and states[0] == states[1] and any(states[0]):
+                yield Finding(
+                    code="checkpoint-inexact",
+                    rank=rank.number,
+                    step=mine["event"],
+                    where=_where_loaded(rank, theirs),
+                    cause=f"rank {rank.number} goes on with the optimizer's state of rank {first.number}, and holds "
+                    "other parameters: the state of its own part is not saved, or not loaded",
+                    fix="save the state of each rank's optimizer in a file of its own, and load that of the rank",
+                )
+                return
+
+
+def _where_loaded(rank: Rank, event: Event) -> str | None:
+    return next((load["where"] for load in rank.of("load") if load["path"] == event["path"]), None)
 
 
 def _state_of(rank: Rank, saver: Rank, save: Event) -> Event | None:
@@ -291,7 +322,7 @@ def _compared(rank: Rank, event: Event, state: Event) -> Iterator[Finding]:
     step = _step_of(rank, event)
     if step is None:
         return
-    where = next((load["where"] for load in rank.of("load") if load["path"] == event["path"]), None)
+    where = _where_loaded(rank, event)
     now, others = step["parameters"], _of_other_shapes(rank, step, state)
     past = {digest for one in rank.steps for digest in (one["after"] or {}).values()}
     if not _holds(state["parameters"], {name: one for name, one in now.items() if name not in others}):
