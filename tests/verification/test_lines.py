@@ -169,7 +169,9 @@ def traced(
     """What one process has kept of these lines: where, which function, and what it has brought."""
     path = value_path(folder, 0, 1)
     path.parent.mkdir(parents=True)
-    told = [{"place": (segment, where, name, 1), **kept(value), **more} for where, name, value, more in lines]
+    told = [
+        {"place": (segment, where, name, 1), "at": None, **kept(value), **more} for where, name, value, more in lines
+    ]
     torch.save(told, path)
     return [{"kind": "lines", "kept": 1}]
 
@@ -291,3 +293,23 @@ def test_a_mean_of_means_is_named_at_the_loss_though_it_may_be_near_one_process_
     cause = f"at step 0 the gradient is {MEAN_OF_MEANS}"
     loss = [("train.py:7", "div", torch.tensor(1.0), {})]
     assert located(tmp_path, [loss, loss], loss, cause).where == "train.py:7"
+
+
+@pytest.mark.parametrize(("is_used", "where"), [(True, "train.py:4"), (False, "train.py:9")])
+def test_what_is_made_before_the_first_step_of_a_rank_s_part_is_named(
+    tmp_path: Path, *, is_used: bool, where: str
+) -> None:
+    """Degrees are sums over the ranks' edges; their inverses are no longer one process's."""
+
+    def lines(degrees: Tensor, result: Tensor) -> list[Any]:
+        setup = {"grad": False, "new": True, "place": ("setup", "train.py:3", "sum", 1)}
+        return [
+            ("", "", degrees, {**setup, "at": 1, "of": []}),
+            ("", "", 1 / degrees, {**setup, "at": 2, "of": [1], "place": ("setup", "train.py:4", "div", 1)}),
+            ("train.py:5", "mul", torch.ones(2), {"at": 3, "of": [], "new": True}),
+            ("train.py:9", "mul", result, {"at": 4, "of": [3, 2] if is_used else [3], "new": True}),
+        ]
+
+    one, other, whole = torch.tensor([1.0, 4.0]), torch.tensor([8.0, 5.0]), torch.tensor([9.0, 9.0])
+    ranks = [lines(each, 1 / each) for each in (one, other)]
+    assert located(tmp_path, ranks, lines(whole, 1 / whole)).where == where

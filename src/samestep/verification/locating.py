@@ -41,6 +41,7 @@ def by_lines(runner: Runner, record: Record, steps: int, report: Report) -> None
             window = record.ranks[0].steps[found.step]["window"]
             trace, until = {"window": window}, {"steps": found.step + 1}
             trace |= {} if are_loaded(record) else {"unloaded": True}
+            trace |= {} if found.step else {"setup": True}
         else:
             continue
         ranks = runner.recorded(f"lines of {name} on {record.size} ranks", record.size, trace=trace, **until)

@@ -23,7 +23,7 @@ from samestep.verification.judging.causes import located
 from samestep.verification.judging.explanations import ADDED_UP, MEAN_OF_MEANS
 from samestep.verification.judging.record import Record, Run
 from samestep.verification.numerics import are_padded, in_turns
-from samestep.verification.recording.lines import EVALUATION, FORWARD, GRADIENTS, STEP
+from samestep.verification.recording.lines import EVALUATION, FORWARD, GRADIENTS, SETUP, STEP
 
 _NEAR = 1e-3  # of a tensor's norm
 _LOOKED_AT = {
@@ -99,6 +99,8 @@ class Lines:
             why = f"this line writes a sum over the ranks into what {line.where} adds to: what was there counts again"
             return located(finding, line.summed, why)
         why = "the first result that is not as in one process is that of this line"
+        if (before := self._made_before(line)) is not None:
+            return located(finding, before, f"{why}, of which {line.where} makes use")
         if line.relation == "sum":
             why = "what this line brings is, over the ranks, a sum where their average needs a mean"
         return located(finding, line.where, why)
@@ -111,6 +113,26 @@ class Lines:
             for mine, *theirs in zip(*alone, *_traces(self.ranks), strict=False)
             for line in _lines(mine, theirs, segments)
         ]
+
+    def _made_before(self, line: Line) -> str | None:
+        """The line before the first step that first makes other numbers of what a line of the step is given."""
+        if line.place[0] != FORWARD:
+            return None
+        ranks, alone = _traces(self.ranks), _traces(self.alone.record)[:1]
+        for mine, *theirs in zip(*alone, *ranks, strict=False):
+            apart = {one.place for one in _lines(mine, theirs, (SETUP,)) if one.relation is None}
+            places = [place for place in theirs[0] if place[0] == SETUP]
+            wanted, found = set[int](theirs[0].get(line.place, {}).get("of", ())), ""
+            for place in reversed(places if apart else []):
+                entry = theirs[0][place]
+                if entry["at"] in wanted:
+                    wanted.discard(entry["at"])
+                    if place in apart:
+                        found = place[1]
+                        wanted |= {*entry.get("of", ())}
+            if found:
+                return found
+        return None
 
     def _is_behind_rows(self, line: Line, where: str | None) -> bool:
         """Whether a line uses what the ranks have brought together at another: rows, in an order that may be wrong."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from samestep.verification.recording.containers import tensors_of
 from samestep.verification.recording.modes import LooseMode, is_plain, line_of, storage_of
 
 FORWARD, GRADIENTS, STEP, EVALUATION = "forward", "gradients", "step", "evaluation"
+SETUP = "setup"  # what comes before the first step
 _MOST_NUMBERS = 1 << 18  # of a tensor that is kept
-_MOST_LINES = 4096
+_MOST_LINES = 4096  # of a segment
+_MOST_GIVEN = 8  # tensors that a call is given
 _UNFILLED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _LEFT_OUT = _UNFILLED | {
     "__get__",
@@ -49,6 +51,7 @@ class LineTrace(LooseMode):
         self._whole_numbers = whole_numbers
         self._is_busy = False
         self._seen: Counter[tuple[str, str, str]] = Counter()
+        self._counts: Counter[str] = Counter()
         self._lines: list[dict[str, Any]] = []
         self.segment: str | None = None
 
@@ -60,6 +63,7 @@ class LineTrace(LooseMode):
         self.leave()
         lines, self._lines, self.segment = self._lines, [], None
         self._seen.clear()
+        self._counts.clear()
         if lines:
             kept = self._journal.keep(lines)
             self._journal.write("lines", kept=kept)
@@ -70,7 +74,7 @@ class LineTrace(LooseMode):
             name = getattr(func, "__name__", "")
             if name not in _LEFT_OUT:
                 counts = self.segment == EVALUATION and next(tensors_of([*args]), None) is not None
-                known = set(storages_of(tensors_of([*args])))
+                known = storages_of(tensors_of([*args]))
                 self.note(name, result, sys._getframe(1), known, counts=counts or self._whole_numbers)  # noqa: SLF001
         return result
 
@@ -79,7 +83,7 @@ class LineTrace(LooseMode):
         return not self._lines and self.segment is None
 
     def note(
-        self, name: str, result: Any, frame: Any, known: Container[int] | None = None, *, counts: bool = False
+        self, name: str, result: Any, frame: Any, known: Sequence[int] | None = None, *, counts: bool = False
     ) -> None:
         """Keeps the floating-point tensors of a result, with the user's line that `frame` belongs to.
 
@@ -89,7 +93,8 @@ class LineTrace(LooseMode):
 
         Before a segment has begun, it is the step's forward part that is being prepared.
         """
-        if len(self._lines) >= _MOST_LINES:
+        segment = self.segment or FORWARD
+        if self._counts[segment] >= _MOST_LINES:
             return
         self._is_busy = True
         try:
@@ -97,9 +102,10 @@ class LineTrace(LooseMode):
             found = [one for one in found if counts or one.is_floating_point()]
             where = line_of(frame) if found else None
             for one in found if where is not None else ():
-                place = (self.segment or FORWARD, where or "", name)
+                place = (segment, where or "", name)
                 self._seen[place] += 1
-                kept = {"place": (*place, self._seen[place]), **_kept(one)}
+                self._counts[segment] += 1
+                kept = {"place": (*place, self._seen[place]), **_kept(one), "of": list(known or ())[:_MOST_GIVEN]}
                 self._lines.append({**kept, "new": known is not None and kept["at"] not in known})
         finally:
             self._is_busy = False

@@ -237,7 +237,8 @@ class ScriptObserver(Observer, Callbacks):
     def trace_samples(self) -> None:
         """Looks at all that is computed from the end of the last step on, if that may make the samples."""
         wanted = self._wanted_traces
-        if self.lines is None and {"samples", "unloaded"} & wanted.keys() and wanted["window"] == self.window:
+        is_free = self.lines is None or self.lines.segment == "setup"
+        if is_free and {"samples", "unloaded"} & wanted.keys() and wanted["window"] == self.window:
             self._make_lines().begin("forward")
 
     def end_trace(self) -> None:
@@ -299,6 +300,8 @@ class ScriptObserver(Observer, Callbacks):
         if not self.order.get("chance"):
             install(randomness.without_dropout_and_autocast)
         subscribe(self, *_GROUPS)
+        if self._wanted_traces.get("setup"):
+            on_import("torch.utils.data.dataloader", lambda _: self._make_lines().begin("setup"))
         if self._wanted_traces.get("sources"):
             on_import("torch.nn.modules.module", lambda _: self._trace_sources())
         if "samples" in self._wanted_traces:
