@@ -313,3 +313,22 @@ def test_what_is_made_before_the_first_step_of_a_rank_s_part_is_named(
     one, other, whole = torch.tensor([1.0, 4.0]), torch.tensor([8.0, 5.0]), torch.tensor([9.0, 9.0])
     ranks = [lines(each, 1 / each) for each in (one, other)]
     assert located(tmp_path, ranks, lines(whole, 1 / whole)).where == where
+
+
+@pytest.mark.parametrize(("of", "is_named"), [([1], True), ([], False)], ids=["of tokens that agree", "of nothing"])
+def test_integers_that_are_made_of_what_agrees_are_named(tmp_path: Path, of: list[int], *, is_named: bool) -> None:
+    """Labels that each rank shifts in its own part of a sequence are; places in a rank's batch, arange(n), are not."""
+
+    def lines(part: Tensor, whole: Tensor, loss: float) -> list[Any]:
+        integers = {"grad": False, "new": True}
+        return [
+            ("train.py:3", "stack", whole, {**integers, "at": 1, "of": []}),
+            ("train.py:5", "getitem", part, {**integers, "at": 2, "of": of}),
+            ("train.py:7", "mul", torch.ones(2), {"at": 3, "of": [], "new": True}),
+            ("train.py:9", "sum", torch.tensor(loss), {"at": 4, "of": [3], "new": True}),
+        ]
+
+    tokens = torch.arange(6)
+    ranks = [lines(part[1:], tokens, loss) for part, loss in zip(tokens.chunk(2), (1.0, 5.0), strict=True)]
+    found = located(tmp_path, ranks, lines(tokens[1:], tokens, 7.0))
+    assert found.where == ("train.py:5" if is_named else "train.py:9")

@@ -52,6 +52,7 @@ class Line:
         has_gradient: whether gradients are taken through it.
         is_sum: whether ranks have added up what one process has, to divide it afterwards.
         summed: the line of a sum over the ranks that was written into the tensor to which this line adds.
+        is_counted: whether it may be to blame: integers are, if they are made of what agrees, labels of tokens say.
     """
 
     place: Place
@@ -60,6 +61,7 @@ class Line:
     has_gradient: bool = False
     is_sum: bool = False
     summed: str | None = None
+    is_counted: bool = True
 
     @property
     def where(self) -> str:
@@ -175,6 +177,7 @@ def _traces(record: Record) -> list[list[Trace]]:
 
 def _lines(alone: Trace, ranks: Sequence[Trace], segments: Sequence[str]) -> Iterator[Line]:
     counts = [Counter(place[:3] for place in one) for one in (alone, *ranks)]
+    agrees: set[int | None] = set()  # storages of rank 0 whose numbers belong to one process's
     for place, one in alone.items():
         if place[0] in segments and all(each[place[:3]] == counts[0][place[:3]] for each in counts):
             others, grad = [theirs[place] for theirs in ranks], one["grad"]
@@ -183,7 +186,12 @@ def _lines(alone: Trace, ranks: Sequence[Trace], segments: Sequence[str]) -> Ite
             if relation is None and counts[0][place[:3]] > 1:
                 relation = _relation_of_all(_all_at(alone, place), [_all_at(theirs, place) for theirs in ranks])
             summed = _summed_before(ranks[0], place) if relation is None else None
-            yield Line(place, relation, is_loss=is_loss, has_gradient=grad, is_sum=is_sum, summed=summed)
+            is_made = not agrees.isdisjoint(others[0].get("of", ())) or one["value"] is None
+            is_counted = is_made or one["value"].is_floating_point()
+            agrees.discard(others[0].get("at"))
+            agrees |= {others[0].get("at")} if relation in {"parts", "copies"} else set()
+            about = {"has_gradient": grad, "is_sum": is_sum, "summed": summed, "is_counted": is_counted}
+            yield Line(place, relation, is_loss=is_loss, **about)
 
 
 def _summed_before(trace: Trace, place: Place) -> str | None:
@@ -220,7 +228,8 @@ def _of_gradients(lines: list[Line]) -> Line | None:
     if not found:
         return None
     line = min(found, key=lines.index)
-    return _first_apart(lines[: lines.index(line)], all_lines=True) or line
+    before = [one for one in lines[: lines.index(line)] if one.is_counted or one.relation is not None]
+    return _first_apart(before, all_lines=True) or line
 
 
 def _brought_apart(lines: list[Line]) -> Line | None:

@@ -231,7 +231,8 @@ class ScriptObserver(Observer, Callbacks):
     def _make_lines(self) -> Any:
         from samestep.verification.recording.lines import LineTrace
 
-        self.lines = self.lines or LineTrace(self.journal, whole_numbers="samples" in self._wanted_traces)
+        whole_numbers = bool({"samples", "unloaded"} & self._wanted_traces.keys())
+        self.lines = self.lines or LineTrace(self.journal, whole_numbers=whole_numbers)
         return self.lines
 
     def trace_samples(self) -> None:
