@@ -11,6 +11,7 @@ import torch
 from journals import Event, ended, passed, record, step, trained, wrap
 from torch import nn
 
+from samestep.verification import numerics
 from samestep.verification.findings import Finding
 from samestep.verification.journal import value_path
 from samestep.verification.judging import explanations, moved, windows
@@ -115,6 +116,23 @@ def test_batchnorm_beside_some_that_is_synchronised_is_named(tmp_path: Path) -> 
     (found,) = judged(tmp_path, [APART], [MEAN], more=wraps).findings
     assert (found.severity, found.tensor) == ("error", "head.1")
     assert "other BatchNorm of the model is synchronised, and head.1 is not" in found.cause
+
+
+@pytest.mark.parametrize(("wraps", "tensor"), [([], "critic.0._u"), ([wrap("w", broadcasts=True)], "w")])
+def test_a_buffer_that_begins_apart_is_named_where_no_wrapper_sends_it(
+    tmp_path: Path, wraps: list[Event], tensor: str
+) -> None:
+    start: Event = {"kind": "start", "parameters": {}, "buffers": {"bn.running_mean": "m", "critic.0._u": "u"}}
+    ranks = two_ranks(tmp_path, [APART], [start, *wraps])
+    ranks.ranks[1].events[:] = [
+        {**one, "buffers": {"bn.running_mean": "n", "critic.0._u": "v"}} if one["kind"] == "start" else one
+        for one in ranks.ranks[1].events
+    ]
+    whole = trained(tmp_path / "alone", [MEAN])
+    event, apart = ranks.ranks[0].steps[0], numerics.distance({"w": APART}, {"w": MEAN})
+    assert (
+        explanations.Explanations(ranks, whole, Others(lambda: whole, list))._unexplained(event, apart).tensor == tensor
+    )
 
 
 @pytest.mark.parametrize("is_partly", [True, False])

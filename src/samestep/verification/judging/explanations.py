@@ -25,6 +25,7 @@ from samestep.verification.journal import Event
 from samestep.verification.judging.average import uneven_counts
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Record, Run
+from samestep.verification.recording.evaluations import STATISTICS
 
 MEAN_OF_MEANS = "the mean of the ranks' means"
 ADDED_UP = "the ranks' gradients are added up, not averaged"
@@ -246,6 +247,9 @@ class Explanations:
         elif buffer:
             why = f"; the buffer {buffer} is another on each rank, and nobody keeps it alike"
             fix = "reduce over all ranks what the buffer is updated from"
+        elif (buffer := self._begins_apart()) is not None:
+            why = f"; the buffer {buffer} begins with other numbers on each rank, and nobody makes it alike"
+            fix = "broadcast the buffers from rank 0 before the first step, as the parameters"
         return self._finding(
             event,
             f"at step {event['event']} the gradients are not those of one process, most of all that of {apart.tensor}: "
@@ -258,6 +262,16 @@ class Explanations:
         """A buffer of a module that no wrapper looks after, a loss's running state, which differs between ranks."""
         buffers = [one["others"] for rank in self.record.ranks for one in rank.of("window") if one["number"] == window]
         return next((name for name in buffers[0] for one in buffers if one.get(name) != buffers[0][name]), None)
+
+    def _begins_apart(self) -> str | None:
+        """A buffer with which ranks begin otherwise, and that no wrapper sends: a vector of a spectral norm, say."""
+        if any(wrap.get("broadcasts") for rank in self.record.ranks for wrap in rank.of("wrap")):
+            return None
+        first, *others = [start.get("buffers", {}) for rank in self.record.ranks for start in rank.of("start")[:1]] or [
+            {}
+        ]
+        apart = (name for name, one in first.items() if any(each.get(name) != one for each in others))
+        return next((name for name in apart if not name.endswith(STATISTICS)), None)
 
 
 def _error(one: Tensor, other: Tensor | float) -> float:
