@@ -201,7 +201,7 @@ def test_a_usage_error_is_not_tried_again(folder):
 def test_a_rank_that_the_kernel_killed_for_memory_is_told_from_others(folder):
     group = _memory_group(folder)
     script = folder.script(
-        "if rank == 1:\n    open('/proc/self/oom_score_adj', 'w').write('1000')  # of all in the group this one is killed\n"
+        "if rank == 1:\n    open('/proc/self/oom_score_adj', 'w').write('1000')  # the one to kill\n"
         "    hoard = bytearray(1 << 30)\n    hoard[::4096] = b'x' * (1 << 18)\ntime.sleep(600)"
     )
     command = [
