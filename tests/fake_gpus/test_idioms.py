@@ -607,3 +607,10 @@ def test_a_class_that_is_not_faked_may_be_named() -> None:
     assert not isinstance(1, torch.cuda.CUDAGraph)
     with pytest.raises(NotImplementedError, match=r"do not fake torch\.cuda\.CUDAGraph"):
         torch.cuda.CUDAGraph()
+
+
+def test_tensors_that_are_not_supported_are_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match=r"do not support torch\.sparse_csr tensors, which aten::"):
+        torch.eye(2, device="cuda").to_sparse_csr()
+    with pytest.raises(NotImplementedError, match=r"do not support quantised tensors, which aten::quantize_per_tensor"):
+        torch.quantize_per_tensor(torch.ones(2, device="cuda"), 0.1, 0, torch.qint8)

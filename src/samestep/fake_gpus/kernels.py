@@ -37,6 +37,7 @@ INDEXING |= {"aten::_unsafe_index_put", "aten::_index_put_impl"}
 HALF = {torch.float16, torch.bfloat16}
 SUMS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::convolution_backward"}
 SOFTMAX = ("_softmax", "_log_softmax")
+OF_ROWS = ("values", "crow_indices", "col_indices", "ccol_indices", "row_indices")  # parts of compressed sparse tensors
 STAYS = {"aten::_pack_padded_sequence": (1,)}  # results that a GPU leaves in host memory, by their place
 
 
@@ -167,7 +168,7 @@ class Kernel:
             if value.is_sparse:
                 return sparse_to_fake(value, index)
             if value.layout is not torch.strided or value.is_quantized:
-                raise NotImplementedError(f"fake GPUs hold no such tensors: {self._name} gives {value.layout}")
+                raise _unsupported(self._name, "quantised" if value.is_quantized else str(value.layout))
             return to_fake(value, index)
 
         if isinstance(result, tuple):
@@ -189,6 +190,17 @@ def _in_float32(op: Any) -> Callable[..., Any]:
         return tuple(value if value is None else value.to(half) for value in result)
 
     return compute
+
+
+def _unsupported(name: str, kind: str) -> NotImplementedError:
+    return NotImplementedError(f"fake GPUs do not support {kind} tensors, which {name} uses")
+
+
+def _refuse_rows(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuses operators of sparse tensors that are stored by rows, columns or blocks."""
+    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.layout is not torch.strided]
+    layout = str(tensors[0].layout) if tensors else "compressed sparse"
+    raise _unsupported(op._schema.name, layout)  # noqa: SLF001
 
 
 def _resized(own: Tensor, alias: Tensor) -> Tensor:
@@ -226,6 +238,10 @@ class Kernels:
             sparse.impl(name.removeprefix("aten::"), "SparseCUDA", self._late(name, self.sparse_fallback), False)
         sparse.impl("copy_", "SparseCUDA", copy_sparse, False)
         self._library("_", "SparseCUDA").fallback("SparseCUDA", self.sparse_fallback, False)
+        rows = self._library("aten", "SparseCsrCUDA")
+        for name in {*_composed(), *OF_ROWS}:
+            rows.impl(name.removeprefix("aten::"), "SparseCsrCUDA", self._late(name, _refuse_rows), False)
+        self._library("_", "SparseCsrCUDA").fallback("SparseCsrCUDA", _refuse_rows, False)
         collectives, pinning = self._library("c10d"), self._library("aten", "CPU")
         for name, collective in COLLECTIVES.items():
             collectives.impl(name, "CUDA", collective, False)
