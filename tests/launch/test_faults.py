@@ -200,6 +200,7 @@ def test_a_usage_error_is_not_tried_again(folder):
 @pytest.mark.skipif(not Path("/sys/fs/cgroup").is_dir(), reason="no control groups here")
 def test_a_rank_that_the_kernel_killed_for_memory_is_told_from_others(folder):
     group = _memory_group(folder)
+    # both ranks sleep for longer than the test may take: the kernel ends rank 1, and the run then ends rank 0
     script = folder.script(
         "if rank == 1:\n    open('/proc/self/oom_score_adj', 'w').write('1000')  # the one to kill\n"
         "    hoard = bytearray(1 << 30)\n    hoard[::4096] = b'x' * (1 << 18)\ntime.sleep(600)"

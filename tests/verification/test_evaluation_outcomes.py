@@ -463,3 +463,10 @@ def test_rollouts_in_which_models_see_other_data_are_no_evaluation_of_the_ranks_
 
     for other, codes in ((["a", "x"], []), (["a", "b"], ["train.py:30"])):
         assert found([evaluates(5.0, "a"), evaluates(5.0, "b")], evaluates(9.0, *other)) == codes
+
+
+def test_a_line_that_agrees_does_not_confirm_an_evaluation_of_which_a_number_differs() -> None:
+    """The order of predictions decides a correlation; the norm of the weights agrees whatever it is."""
+    mine, theirs = ([ran(), prints(f"correlation {one:.4f}"), prints("weight norm 15.9676")] for one in (0.05, 0.99))
+    assert judged([mine, mine], mine).coverage["evaluation"] == "agrees"
+    assert judged([mine, mine], theirs).coverage["evaluation"] != "agrees"

@@ -115,7 +115,7 @@ def test_batchnorm_beside_some_that_is_synchronised_is_named(tmp_path: Path) -> 
     wraps: list[Event] = [{**wrap("w"), "unsynchronised": ["head.1"]}]
     (found,) = judged(tmp_path, [APART], [MEAN], more=wraps).findings
     assert (found.severity, found.tensor) == ("error", "head.1")
-    assert "other BatchNorm of the model is synchronised, and head.1 is not" in found.cause
+    assert "the model synchronises its other BatchNorm layers, but not head.1" in found.cause
 
 
 @pytest.mark.parametrize(("wraps", "tensor"), [([], "critic.0._u"), ([wrap("w", broadcasts=True)], "w")])
@@ -195,7 +195,7 @@ def test_a_buffer_that_nobody_keeps_alike_is_named(tmp_path: Path) -> None:
     Comparison(record, alone, Others(lambda: alone, lambda: parts)).judge(report)
     (error,) = report.errors
     assert error.tensor == "centre"
-    assert "the buffer centre is another on each rank" in error.cause
+    assert "the buffer centre differs between the ranks" in error.cause
 
 
 def test_a_step_that_one_process_does_not_take_is_found_with_the_rank_that_skips(tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ from typing import Any, cast
 import pytest
 import torch
 from journals import Event, ended, passed, step
+from journals import record as recorded
 from torch import Tensor
 
 from samestep.verification.findings import AGREES
 from samestep.verification.journal import value_path
 from samestep.verification.judging import own_data
+from samestep.verification.judging.own_data import draw_together
 from samestep.verification.judging.own_pace import begins_apart, follows, go_together, sudden
 from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.report import Report
@@ -190,6 +192,32 @@ def test_one_process_at_its_own_pace_takes_the_ranks_steps(
 ) -> None:
     ranks = trains(tmp_path / "ranks", NORMS, ranks=2)
     assert follows(ranks, trains(tmp_path / "alone", alone, **how)) is is_followed
+
+
+def test_steps_behind_those_that_were_asked_for_are_not_compared(tmp_path: Path) -> None:
+    """A pass was ended early to reach what follows it, and the ranks go on with other samples."""
+    norms = [*NORMS, *NORMS]
+    ranks = trains(tmp_path / "ranks", [*norms, 9.0], ranks=2)
+    for rank in ranks.ranks:
+        rank.events[-1]["enough"] = True
+    alone = trains(tmp_path / "alone", [*norms, 1.0])
+    assert not follows(ranks, alone)
+    for rank in ranks.ranks:
+        rank.events.append({"kind": "enough", "event": len(norms)})
+    asked = Record(ranks.folder, ranks.ranks)
+    assert asked.is_cut_short
+    assert follows(asked, alone)
+
+
+@pytest.mark.parametrize(("digests", "is_together"), [(("a", "b"), True), (("a", "a"), False), (("a", ""), False)])
+def test_ranks_draw_together_what_one_process_draws(digests: tuple[str, str], *, is_together: bool) -> None:
+    """Each sample has a generator of its own, so the numbers come on the rank that has the sample."""
+
+    def draws(*drawn: str) -> list[Event]:
+        places = [(f"0|train.py:5|{number}", digest) for number, digest in enumerate(drawn, 1) if digest]
+        return [{"kind": "draw", "place": place, "digest": digest, "within": False} for place, digest in places]
+
+    assert draw_together(recorded(*map(draws, digests)), recorded(draws("a", "b")), 0) is is_together
 
 
 def test_a_rank_that_takes_other_steps_is_not_followed(tmp_path: Path) -> None:

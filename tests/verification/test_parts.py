@@ -197,7 +197,7 @@ def test_a_part_that_begins_as_a_multiple_is_found(tmp_path: Path, *, agree: boo
     gradients = [{name: one if agree else one + 1 for name, one in own.items()} for own in halves(GRADIENTS)]
     seen = list(parts(tmp_path, gradients, held).scaled_parts())
     assert [one.tensor for one in seen] == found
-    assert not found or "1.414 times the numbers of one process" in seen[0].cause
+    assert not found or "1.414 times the values of one process" in seen[0].cause
 
 
 @pytest.mark.parametrize(("moved", "codes"), [(0.0, ["gradient-differs"]), (0.1, [])])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from samestep.verification.journal import value_path
 from samestep.verification.judging import average, chance, own_pace, samples, unloaded
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Rank, Record, Run
-from samestep.verification.judging.reference import Comparison
+from samestep.verification.judging.reference import Comparison, is_nearer
 from samestep.verification.recording.chance import joined_draws
 from samestep.verification.recording.own_gradients import OwnGradients
 from samestep.verification.reference.replay import Replay
@@ -827,3 +828,20 @@ def test_rows_that_are_drawn_in_turn_follow_the_joined_batch() -> None:
     alone._permuted = True
     order = alone._order(alone.sizes)
     assert alone._rows_drawn_for(strided=True).tolist() == torch.tensor([0, 2, 4, 1, 3, 5])[order].tolist()
+
+
+@pytest.mark.parametrize(("ranks", "begins"), [([[3, 1], [3, 1]], True), ([[3, 1], [4, 1]], False), ([[3, 1]], False)])
+def test_integers_of_which_all_ranks_draw_the_first_are_told(ranks: list[list[int]], *, begins: bool) -> None:
+    """All ranks draw with one seed, and from the range from which one process draws more."""
+    alone: Any = Replay.__new__(Replay)
+    alone._ranks, alone._drawn = [0, 1], {"3|train.py:4|1": [(rank, 0) for rank in range(len(ranks))]}
+    alone.record = SimpleNamespace(value=lambda rank, _: torch.tensor(ranks[rank]))
+    assert alone._begins_as_ranks(torch.tensor([[3, 1], [7, 0]]), "3|train.py:4|1") is begins
+
+
+def test_the_run_whose_gradients_are_nearer_is_preferred(tmp_path: Path) -> None:
+    ranks = trained(tmp_path / "ranks", [ONE]).record
+    near, far = (trained(tmp_path / name, [ONE + apart]) for name, apart in (("near", 1e-3), ("far", 1.0)))
+    assert is_nearer(ranks, near, far)
+    assert not is_nearer(ranks, far, near)
+    assert not is_nearer(ranks, trained(tmp_path / "none", []), far)

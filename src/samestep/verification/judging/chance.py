@@ -89,8 +89,9 @@ def _alike_without_loader(record: Record, drawn: Sequence[Draws], alone: Draws) 
             if noise != first.get(window) or numbers.get((window, where)) != record.size * noise.numbers:
                 continue
             if begun.setdefault((rank, where), window) != window:
-                first_drawn = drawn[rank][f"{begun[rank, where]}|{where}|1"]
-                yield _drawn_alike(record.ranks[rank].number, first_drawn, is_error=True)
+                first_place = begun[rank, where], where
+                earlier = next(draw for draw in drawn[rank].values() if place_of_draw(draw) == first_place)
+                yield _drawn_alike(record.ranks[rank].number, earlier, is_error=True)
                 return
 
 

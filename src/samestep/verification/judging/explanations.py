@@ -242,14 +242,14 @@ class Explanations:
         local = [name for wrap in self.record.ranks[0].of("wrap") for name in wrap.get("unsynchronised", ())]
         why, fix = "", None
         if local:
-            why = f"; other BatchNorm of the model is synchronised, and {listed(local)} is not"
-            fix = "convert_sync_batchnorm(model) once the model is whole"
+            why = f"; the model synchronises its other BatchNorm layers, but not {listed(local)}"
+            fix = "call convert_sync_batchnorm on the whole model"
         elif buffer:
-            why = f"; the buffer {buffer} is another on each rank, and nobody keeps it alike"
+            why = f"; the buffer {buffer} differs between the ranks"
             fix = "reduce over all ranks what the buffer is updated from"
         elif (buffer := self._begins_apart()) is not None:
-            why = f"; the buffer {buffer} begins with other numbers on each rank, and nobody makes it alike"
-            fix = "broadcast the buffers from rank 0 before the first step, as the parameters"
+            why = f"; the buffer {buffer} differs between the ranks before the first step"
+            fix = "broadcast the buffers from rank 0 before the first step, as well as the parameters"
         return self._finding(
             event,
             f"at step {event['event']} the gradients are not those of one process, most of all that of {apart.tensor}: "
@@ -264,12 +264,11 @@ class Explanations:
         return next((name for name in buffers[0] for one in buffers if one.get(name) != buffers[0][name]), None)
 
     def _begins_apart(self) -> str | None:
-        """A buffer with which ranks begin otherwise, and that no wrapper sends: a vector of a spectral norm, say."""
+        """A buffer that differs between the ranks at the start, and that no wrapper broadcasts."""
         if any(wrap.get("broadcasts") for rank in self.record.ranks for wrap in rank.of("wrap")):
             return None
-        first, *others = [start.get("buffers", {}) for rank in self.record.ranks for start in rank.of("start")[:1]] or [
-            {}
-        ]
+        starts = [start.get("buffers", {}) for rank in self.record.ranks for start in rank.of("start")[:1]]
+        first, *others = starts or [{}]
         apart = (name for name, one in first.items() if any(each.get(name) != one for each in others))
         return next((name for name in apart if not name.endswith(STATISTICS)), None)
 

@@ -52,7 +52,8 @@ class Line:
         has_gradient: whether gradients are taken through it.
         is_sum: whether ranks have added up what one process has, to divide it afterwards.
         summed: the line of a sum over the ranks that was written into the tensor to which this line adds.
-        is_counted: whether it may be to blame: integers are, if they are made of what agrees, labels of tokens say.
+        is_counted: whether it can be named. A line of integers can if it computes them from integers that agree, such
+            as labels from tokens.
     """
 
     place: Place
@@ -89,7 +90,7 @@ class Lines:
             line = _of_gradients(lines)
             losses = [line for line in lines if line.is_loss and line.place[0] == FORWARD]
             if line is None and losses and MEAN_OF_MEANS in finding.cause:
-                return located(finding, losses[-1].where, "this line makes a rank's loss")
+                return located(finding, losses[-1].where, "this line computes the loss of a rank")
             if line is None:
                 why = "what is brought together at this line carries no gradient to the other ranks"
                 return located(finding, self._without_gradient(), why)
@@ -102,7 +103,7 @@ class Lines:
             return located(finding, line.summed, why)
         why = "the first result that is not as in one process is that of this line"
         if (before := self._made_before(line)) is not None:
-            return located(finding, before, f"{why}, of which {line.where} makes use")
+            return located(finding, before, f"{why}, and {line.where} uses it")
         if line.relation == "sum":
             why = "what this line brings is, over the ranks, a sum where their average needs a mean"
         return located(finding, line.where, why)
@@ -117,7 +118,7 @@ class Lines:
         ]
 
     def _made_before(self, line: Line) -> str | None:
-        """The line before the first step that first makes other numbers of what a line of the step is given."""
+        """The line before the first step that first differs, among those from which a line of the step computes."""
         if line.place[0] != FORWARD:
             return None
         ranks, alone = _traces(self.ranks), _traces(self.alone.record)[:1]

@@ -134,13 +134,9 @@ def draw_otherwise(record: Record, alone: Record, window: int, *, within: bool =
 
 def draw_together(record: Record, alone: Record, window: int) -> bool:
     """Returns whether all ranks together have drawn what one process has, up to a window: each sample has its seed."""
-    drawn = [
-        Counter(
-            (place.partition("|")[2].rpartition("|")[0], digest) for place, digest in _drawn(rank, window, within=True)
-        )
-        for rank in (alone.ranks[0], *record.data.ranks)
-    ]
-    return bool(drawn[0]) and sum(drawn[1:], Counter()) == drawn[0]
+    every = [_drawn(rank, window, within=True) for rank in (alone.ranks[0], *record.data.ranks)]
+    whole, *parts = [Counter((place_of_draw({"place": at})[1], digest) for at, digest in drawn) for drawn in every]
+    return bool(whole) and sum(parts, Counter()) == whole
 
 
 def _drawn(rank: Rank, window: int, *, within: bool) -> list[tuple[str, str]]:

@@ -134,7 +134,7 @@ def sudden(record: Record, alone: Record) -> Event | None:
 
 
 def follows(record: Record, alone: Record) -> bool:
-    """Returns whether one process is seen to train as the ranks do, from the first step to the last that is recorded.
+    """Returns whether one process is seen to train as the ranks do, from the first step to the last that was asked for.
 
     It begins with the same parameters, has their gradients in the first steps, and the norms of these, and the rates,
     in all; and it ends with them, where they end. Where a step averages gradients itself, what it does to the

@@ -85,7 +85,7 @@ class Parts:
     def scaled_parts(self) -> Iterator[Finding]:
         """Yields the first parameter that begins as a multiple of one process's, or of the rank's part of it.
 
-        Not where the other gradients are one process's: then the script makes up for it.
+        Not where the gradients of the others are one process's: the script then compensates for the factor.
         """
         same, apart = self._compared(0) if self._steps else ([], [])
         if same and not apart:
@@ -150,10 +150,14 @@ class Parts:
         ]
         if any(float((one - other).norm()) > _NEAR**2 * float(other.norm()) for one, other in pairs):
             return False
+        if self._sees_inputs(window):
+            return self._have_the_same_inputs(window)
+        return not own_data.draw_otherwise(self.record, self.alone, window, within=True)
+
+    def _sees_inputs(self, window: int) -> bool:
+        """Whether any process has recorded what its models get at a step."""
         every = [(self.alone, self.alone.ranks[0]), *((self.record, rank) for rank in self.record.ranks)]
-        if not any(_inputs(*each, window).numel() for each in every):
-            return not own_data.draw_otherwise(self.record, self.alone, window, within=True)
-        return self._have_the_same_inputs(window)
+        return any(_inputs(*each, window).numel() for each in every)
 
     def _have_the_same_inputs(self, window: int) -> bool:
         draw = self.record, self.alone, window
@@ -231,9 +235,10 @@ class Parts:
             if self._are_scaled(number + 1, factor):
                 return  # meant, maybe, and the optimizer does not see it
             cause = (
-                f"at step {number} all gradients are {factor:.4g} times those of one process, and what follows differs"
+                f"at step {number} all gradients are {factor:.4g} times those of one process, and the next ones differ "
+                "otherwise"
             )
-            fix = "compute once what all gradients are multiplied by, a norm say, of what one process computes it of"
+            fix = "compute the factor of all gradients, such as that of clipping, as one process does"
             yield Finding(code="gradient-scale", factor=round(factor, 6), cause=cause, **about | {"fix": fix})
             return
         if is_one and any(abs(factor / other - 1) < _FACTOR for other in (size, 1 / size)):
@@ -241,9 +246,10 @@ class Parts:
             yield Finding(code="gradient-scale", factor=round(factor, 6), cause=cause, **about)
             return
         error = numerics.distance({"": apart[0].mine}, {"": apart[0].one}).whole
+        begin = SAME_INPUTS if not same and self._sees_inputs(steps[0]["window"]) else "from the same parameters"
         cause = (
-            f"{'from the same parameters' if same else SAME_INPUTS} the gradient of {listed(names)} at step {number} "
-            f"differs from one process's, by {error:.1e} of its norm{rest}"
+            f"{begin} the gradient of {listed(names)} at step {number} differs from one process's, by {error:.1e} of "
+            f"its norm{rest}"
         )
         fix = (
             "compute on the ranks together what one process computes: no value may depend on the part of the samples, "
@@ -252,7 +258,7 @@ class Parts:
         yield Finding(code="gradient-differs", cause=cause, **about | {"fix": fix})
 
     def _are_scaled(self, number: int, factor: float) -> bool:
-        """Whether all gradients of a step are this multiple of one process's; also where none is known."""
+        """Whether all gradients of a step that differ are this multiple of one process's; also where none differs."""
         apart = self._compared(number)[1] if number < self._steps else []
         return all(abs(_factor(pair) / factor - 1) < _FACTOR for pair in apart)
 
@@ -351,7 +357,7 @@ def _scaled_part(record: Record, rank: Rank, name: str, factor: float) -> Findin
         step=0,
         tensor=name,
         where=built_at(rank.of("names"), name) or made(rank.events),
-        cause=f"rank {rank.number} begins with {factor:.4g} times the numbers of one process in its part of {name}"
+        cause=f"rank {rank.number} begins with {factor:.4g} times the values of one process in its part of {name}"
         f"{_root(factor, record.size)}",
         fix="scale what is drawn by the size of the whole parameter, not by that of a rank's part",
     )
@@ -360,7 +366,8 @@ def _scaled_part(record: Record, rank: Rank, name: str, factor: float) -> Findin
 def _root(factor: float, size: int) -> str:
     """What a factor is, if it comes of the number of ranks."""
     known = {size: "the number of ranks", 1 / size: "1 / the number of ranks"}
-    known |= {math.sqrt(size): "the root of the number of ranks", 1 / math.sqrt(size): "1 / the root of it"}
+    root = "the square root of the number of ranks"
+    known |= {math.sqrt(size): root, 1 / math.sqrt(size): f"1 / {root}"}
     return next((f": {name}" for one, name in known.items() if abs(factor / one - 1) < _FACTOR), "")
 
 

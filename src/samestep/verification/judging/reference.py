@@ -44,7 +44,7 @@ class _Errors:
 
 def is_nearer(record: Record, run: Run, other: Run) -> bool:
     """Whether the gradients of a run are nearer to the ranks' than another's, at the first step of both."""
-    common = [event for event in record.kept_steps if {event["event"]} <= run.steps.keys() & other.steps.keys()]
+    common = [event for event in record.kept_steps if event["event"] in run.steps.keys() & other.steps.keys()]
     if not common:
         return False
     ranks, number = record.gradients(common[0]), common[0]["event"]

@@ -19,7 +19,7 @@ from samestep.verification.judging.causes import located
 from samestep.verification.judging.record import Record, line_of
 
 WHY = "the number of the rank chooses samples at this line"
-KEPT = "what decides which samples come is made at this line, of what each rank keeps for itself"
+KEPT = "this line computes what decides which samples come, from values that each rank keeps for itself"
 _RANK = re.compile(r"_?(?:global_|my_)?rank(?:_id)?|process_index", re.IGNORECASE).fullmatch
 _CHOOSING = {
     *("range", "islice", "arange", "slice", "Subset", "chunk", "tensor_split", "array_split", "split", "shard", "skip"),
@@ -54,7 +54,7 @@ def of_samples(finding: Finding, record: Record, script: Path) -> Finding:
 
 
 def of_kept(finding: Finding, script: Path) -> Finding:
-    """Returns a finding about later samples with the line that makes what they are chosen by, where there is one.
+    """Returns a finding about later samples with the line that computes what they are chosen by, where there is one.
 
     `finding.where` lies in a method that reads an attribute, a score of each sample say, which another method than
     `__init__` makes of others.
