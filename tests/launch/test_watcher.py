@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
+from textwrap import dedent
 
 import pytest
 
@@ -15,6 +17,7 @@ from ports import free_port
 from samestep.launch.event_loop import Loop
 from samestep.launch.link import Link
 from samestep.launch.monitor.watcher import SILENT, ForeignRank, WatchedRanks, exit_code, last_lines
+from samestep.launch.rank.control import RankProcess
 from samestep.launch.rank.failure import FailureRecord
 from samestep.launch.rank.user_code import STACKS_SIGNAL
 from samestep.launch.result import RunResult
@@ -221,13 +224,45 @@ def test_the_exit_code_of_a_process_is_known_until_its_parent_has_taken_it():
     assert exit_code(os.getpid()) is None
 
 
+def test_a_rank_whose_threads_are_busy_writes_its_stacks_itself_as_often_as_asked():
+    launcher, rank = socket.socketpair()
+    with launcher, TemporaryFile() as stacks:
+        code = dedent("""
+            import json, sys, threading
+            from samestep.launch.rank.control import Control
+
+            def parse(text):
+                while True:
+                    json.loads(text)
+
+            Control(int(sys.argv[1]), int(sys.argv[2])).start()
+            threading.Thread(target=parse, args=("[[1, 2], {}]",), daemon=True).start()
+            print(flush=True)
+            parse('{"a": [1, 2, 3]}')
+        """)
+        kept = (rank.fileno(), stacks.fileno())
+        command = [sys.executable, "-c", code, *map(str, kept)]
+        with subprocess.Popen(command, pass_fds=kept, stdout=subprocess.PIPE) as child, rank:
+            assert child.stdout is not None
+            assert child.stdout.readline()
+            one = RankProcess(0, child.pid, Link(launcher), stacks.fileno(), record=-1)
+            for _ in range(300):
+                one.pipe.send({"kind": "write_stacks"})
+                while not one.has_new_stacks():
+                    assert child.poll() is None
+                text = one.new_stacks().decode()
+            child.kill()
+    assert text.count("Thread 0x") == 2
+    assert text.splitlines()[-2:] == ['  File "<string>", line 12 in <module>', ""]
+
+
 @pytest.mark.parametrize("leaving", [False, True])
 def test_a_rank_whose_interpreter_ends_is_not_asked_for_its_stacks(leaving):
     rank, watcher = socket.socketpair()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     handle = os.pidfd_open(child.pid)
-    with rank, watcher, child:
-        one = ForeignRank(0, child.pid, handle, Link(watcher), stacks=-1, record=-1)
+    with rank, watcher, child, TemporaryFile() as stacks:
+        one = ForeignRank(0, child.pid, handle, Link(watcher), stacks=stacks.fileno(), record=-1)
         one.leaving = leaving
         WatchedRanks(Loop(), [one]).command("dump_stacks", [0])
         child.communicate(b"\n")

@@ -252,18 +252,20 @@ class LocalRanks:
     def command(self, what: str, ranks: Iterable[int], number: int = 0) -> None:
         """Gives a command to those of `ranks` that are here and alive.
 
-        `stop`, `preempt` and `flight` go over the control pipe, `signal` to the ranks alone, `terminate` and `kill` to
-        all that they have started too; `dump_stacks` makes them write their stacks, `position` sends these.
+        `stop`, `preempt`, `flight` and `write_stacks` go over the control pipe, `signal` to the ranks alone,
+        `terminate` and `kill` to all that they have started too; `dump_stacks` makes those write their stacks that have
+        not done so since they were last sent, `position` sends them.
 
         `number` is of the signal; with `stop` it is the exit code, 0 for that of one ended by SIGTERM.
         """
         for one in [self._ranks[rank] for rank in ranks if rank in self._ranks]:
-            if what in {"stop", "preempt", "flight"}:
+            if what in {"stop", "preempt", "flight", "write_stacks"}:
                 one.pipe.send({"kind": what, "number": number})
             elif what == "signal":
                 signal_alone(one.process, number)
             elif what == "dump_stacks":
-                signal_alone(one.process, STACKS_SIGNAL)
+                if not one.has_new_stacks():
+                    signal_alone(one.process, STACKS_SIGNAL)
             elif what == "position":
                 stacks, body = one.position()
                 self._send("position", stacks, **body)

@@ -65,7 +65,7 @@ def connect_to_watcher(name: str, rank: int) -> None:
     if not faulthandler.is_enabled():
         faulthandler.enable(file=stacks, all_threads=True)  # the watcher shows what is written there
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-    control = Control(stream.detach(), binding=False)
+    control = Control(stream.detach(), stacks.fileno(), binding=False)
     control.start()
     _report_end(control, rank)
 

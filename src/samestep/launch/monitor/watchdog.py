@@ -22,7 +22,7 @@ STOPPED = 124  # what timeout(1) ends with
 PERIOD_S = 1.0  # between two looks
 SHORTEST_S = 0.1  # between two looks for slow ranks at least
 IDLE = 20.0  # times as long as such a look takes this process does other things, or nothing
-STACKS_S = 0.5  # for stacks to be written
+STACKS_S = 0.5  # for stacks to be written by a thread of the rank, and then for faulthandler to write them
 ASK_AGAIN_S = 5.0  # until the flight recorders are asked once more
 SETTLED_S = 2.0  # for them to arrive, and the next heartbeats with them
 
@@ -110,9 +110,11 @@ class Watchdog:
             self.positions.clear()
             self._collectives.clear()
             self.command("flight", list(known))
-            self.command("dump_stacks", [rank for rank, each in known.items() if each.state not in FROZEN])
-            self.loop.at(STACKS_S, lambda: self.command("position", list(known)))
-            self._report = self.loop.at(STACKS_S + SETTLED_S, self._report_hang)
+            able = [rank for rank, each in known.items() if each.state not in FROZEN]
+            self.command("write_stacks", able)
+            self.loop.at(STACKS_S, lambda: self.command("dump_stacks", able))
+            self.loop.at(2 * STACKS_S, lambda: self.command("position", list(known)))
+            self._report = self.loop.at(2 * STACKS_S + SETTLED_S, self._report_hang)
         elif hang is None and self._since is not None and known:
             if self._reported:
                 self._tell("moves", [], f"progress again after {time.monotonic() - self._since:.0f} s")

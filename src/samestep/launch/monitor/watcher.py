@@ -96,9 +96,11 @@ class WatchedRanks:
                 one.pipe.send(
                     {"kind": what, "number": self.result().exit_code}
                 )  # launchers pass one of their ranks' codes on
+            elif what == "write_stacks":
+                one.pipe.send({"kind": what})
             elif what == "position":
                 self.supervisor.on_message(self, "position", one.position()[1])
-            elif what != "dump_stacks" or not one.leaving:  # faulthandler may be gone: the signal would kill it
+            elif what != "dump_stacks" or not (one.leaving or one.has_new_stacks()):  # leaving, it may have no handler
                 numbers = {"dump_stacks": STACKS_SIGNAL, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}
                 one.signal(numbers.get(what, number))
 

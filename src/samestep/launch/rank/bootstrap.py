@@ -76,7 +76,7 @@ def run_rank(task: RankTask) -> NoReturn:
     process = os.getpid()
     set_watched()
     show_from_here()
-    control = None if task.control is None else Control(task.control)
+    control = None if task.control is None else Control(task.control, stacks)
     if task.progress is not None:
         progress.attach(task.progress)
     if task.store is not None:

@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NoReturn
 
 from samestep import progress
@@ -51,13 +52,17 @@ def pace() -> str:
 
 
 class Control:
-    """The rank's end; where it is `binding`, the rank ends when the other side has."""
+    """The rank's end; where it is `binding`, the rank ends when the other side has.
 
-    def __init__(self, descriptor: int, *, binding: bool = True) -> None:
+    `stacks` is the descriptor of the file that the stacks of the threads are written to.
+    """
+
+    def __init__(self, descriptor: int, stacks: int, *, binding: bool = True) -> None:
         os.set_inheritable(descriptor, False)
         self._socket = socket.socket(fileno=descriptor)
         self._lock = threading.Lock()
         self._main = threading.main_thread().ident
+        self._stacks = stacks
         self._binding = binding
 
     def send(self, kind: str, **body: Any) -> None:
@@ -85,12 +90,28 @@ class Control:
         elif command["kind"] == "flight":
             nothing: list[dict[str, Any]] = []
             self.send("flight", collectives=tried(flight_recorder.last_collectives, nothing))
+        elif command["kind"] == "write_stacks":
+            self._write_stacks()
         elif command["kind"] == "pace":
             _pace[0] = command["text"]
         elif command["kind"] == "preempt" and not preempt(command["number"]):
             number = command["number"]
             handles = signal.getsignal(number) not in {signal.SIG_DFL, None}
             self.send("preempt_unsupported", number=number, handles=handles)
+
+    def _write_stacks(self) -> None:
+        """Writes the stacks of the other threads as faulthandler does, the main thread's last.
+
+        This thread has the GIL, so that no other one changes its frames. faulthandler's signal handler reads them
+        without it, and ends a process whose threads run Python code at that moment: it is for a rank whose native code
+        keeps the GIL, so that this thread never gets here.
+        """
+        frames = sys._current_frames()  # noqa: SLF001  (documented; the name only looks private)
+        frames.pop(threading.get_ident())
+        order = sorted(frames, key=lambda thread: thread == self._main)
+        text = "".join(_stack_text(thread, frames[thread]) for thread in order)
+        with contextlib.suppress(OSError):
+            os.write(self._stacks, text.encode(errors="replace"))
 
     def _leave(self, code: int) -> NoReturn:
         where, source = tried(self._position, UNKNOWN)  # whatever that meets: this rank must go
@@ -109,6 +130,12 @@ class Control:
             return own_line(served[0])
         frame = frames.get(self._main or 0)
         return own_line(traceback.extract_stack(frame)) if frame is not None else (None, None)
+
+
+def _stack_text(thread: int, frame: FrameType) -> str:
+    calls = traceback.walk_stack(frame)  # the most recent first
+    lines = [f'  File "{call.f_code.co_filename}", line {line} in {call.f_code.co_name}' for call, line in calls]
+    return "\n".join((f"Thread {thread:#018x} (most recent call first):", *lines, "", ""))
 
 
 def _flush() -> None:
@@ -131,6 +158,9 @@ class RankProcess:
 
     def progress(self) -> progress.Progress:
         return progress.read(self.record)
+
+    def has_new_stacks(self) -> bool:
+        return os.fstat(self.stacks).st_size > self._read
 
     def new_stacks(self) -> bytes:
         size = os.fstat(self.stacks).st_size
