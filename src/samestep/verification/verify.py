@@ -32,6 +32,7 @@ from samestep.verification.judging import (
     later,
     moved,
     own_data,
+    owned,
     parts,
     rates,
     reached,
@@ -45,7 +46,7 @@ from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.own_pace import begins_apart, each_has_all, follows, parted, sudden
 from samestep.verification.judging.passes import are_loaded
-from samestep.verification.judging.record import Record, Run
+from samestep.verification.judging.record import BY_THEMSELVES, Record, Run
 from samestep.verification.judging.reference import Comparison, is_nearer
 from samestep.verification.judging.updates import Updates
 from samestep.verification.recording.limit import LONGER, PASSES, SMALL, STEPS
@@ -227,6 +228,12 @@ def _verified(runner: Runner, steps: int) -> Report:
         return run_at_own_pace().record
 
     judges: list[Callable[[Record, Report], None]] = [communication.judge, storage.judge]
+    owns = False
+    if whole is not None and foreign in {None, BY_THEMSELVES, cut_by_hand} and not recorded.has_failed:
+        with leaving_open(report):
+            owns = owned.are_held(record) and _judge_owned(runner, record, run_at_own_pace(), report)
+    if owns:
+        foreign = owned.OWNED
     if foreign is None:
         of_states = functools.partial(states.judge, own_pace=own_pace)
         of_samples = functools.partial(samples.judge, own_pace=own_pace)
@@ -234,7 +241,8 @@ def _verified(runner: Runner, steps: int) -> Report:
     for judge in judges if record.ranks else []:
         with leaving_open(report):
             judge(record, report)
-    if whole is not None and record.steps and foreign is not None and not (whole.has_failed or recorded.has_failed):
+    ended_well = whole is not None and not (whole.has_failed or recorded.has_failed)
+    if record.steps and foreign is not None and ended_well and not owns:
         with leaving_open(report):
             first = _first_steps(runner, record) if foreign == cut_by_hand else None
             _judge_cut(record, own_pace(), report, first)
@@ -261,7 +269,7 @@ def _verified(runner: Runner, steps: int) -> Report:
                 _judge_sudden(runner, record, own_pace(), report)
     if recorded.has_failed:
         blame(recorded, whole, run_at_own_pace, report)
-    elif whole.has_failed:
+    elif whole.has_failed and not owns:
         fault = machine.recorder_fault(whole.ended)
         fails = f"alone, with the samples of all ranks, the script fails: {reason_of(whole.ended)}"
         report.inconclusive = fault or fails
@@ -317,6 +325,25 @@ def _first_steps(runner: Runner, record: Record) -> parts.Parts | None:
         if not (ranks.has_failed or one.has_failed) and ranks.record.steps and one.record.steps:
             return parts.Parts(ranks.record, one.record)
     return None
+
+
+def _judge_owned(runner: Runner, record: Record, run: Run, report: Report) -> bool:
+    """Compares optimizers that ranks hold for themselves with those of one process; returns whether they are the same.
+
+    Where one process steps otherwise, nothing is said: the ranks are then judged as replicas.
+    """
+    number = owned.count(record, run.record)
+    if not number and record.is_cut_short and owned.holds_more(run.record, record):
+        run = runner.recorded("one process at its own pace, more steps", 1, steps=_MORE * record.steps)
+        number = owned.count(record, run.record)
+    if not number:
+        return False
+    margin = f"{number} optimizers, each of one rank, step as those of one process at its own pace"
+    report.remarks.append(margin)
+    for name in _OF_TRAINING:
+        report.cover(name, AGREES, margin)
+    _judge_evaluation(runner, record, run, report)
+    return True
 
 
 def _judge_cut(record: Record, alone: Record, report: Report, first: parts.Parts | None = None) -> None:

@@ -72,7 +72,16 @@ def go_together(record: Record, alone: Record, until: int | None = None) -> bool
     count = record.steps if until is None else min(until, record.steps)
     if len(alone.ranks[0].steps) < count:
         return False
-    return all(_is_taken(record, alone, place, _NEAR if place < _FIRST else _FAR) for place in range(count))
+    return all(_is_taken(record, alone, place, _most(place)) for place in range(count))
+
+
+def have_gradients_of(step: Event, other: Event, place: int) -> bool:
+    """Returns whether two steps, each the one of this number of its optimizer, have equal rates and norms."""
+    return step["rates"] == other["rates"] and _have_norms(step["norms"], other["norms"], _most(place))
+
+
+def _most(place: int) -> float:
+    return _NEAR if place < _FIRST else _FAR
 
 
 def _is_taken(record: Record, alone: Record, place: int, most: float) -> bool:
