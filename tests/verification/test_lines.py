@@ -332,3 +332,32 @@ def test_integers_that_are_made_of_what_agrees_are_named(tmp_path: Path, of: lis
     ranks = [lines(part[1:], tokens, loss) for part, loss in zip(tokens.chunk(2), (1.0, 5.0), strict=True)]
     found = located(tmp_path, ranks, lines(tokens[1:], tokens, 7.0))
     assert found.where == ("train.py:5" if is_named else "train.py:9")
+
+
+def shifted(row: Tensor) -> Tensor:
+    return row.roll(1)
+
+
+def test_a_line_is_kept_with_the_line_that_calls_its_function(tmp_path: Path) -> None:
+    lines = LineTrace(TraceWriter(tmp_path, 0))
+    lines.begin("forward")
+    shifted(A)
+    A.square()
+    lines.end()
+    (event,) = read(tmp_path, 0)
+    roll, square = torch.load(value_path(tmp_path, 0, event["kept"]), weights_only=False)
+    where, first, last = roll["called"]
+    assert where.rpartition(":")[0] == square["place"][1].rpartition(":")[0]
+    assert first < int(where.rpartition(":")[2]) == int(square["place"][1].rpartition(":")[2]) - 1 < last
+    assert square["called"] is None  # pytest calls this test
+
+
+@pytest.mark.parametrize(("last", "is_told"), [(30, True), (24, False)], ids=["by the training", "by a function"])
+def test_the_line_that_calls_is_told_too(tmp_path: Path, last: int, *, is_told: bool) -> None:
+    def lines(value: Tensor) -> list[Any]:
+        labels = ("train.py:5", "roll", value, {"called": ("train.py:22", 20, last)})
+        return [("train.py:3", "mul", torch.ones(2), {}), labels]
+
+    found = located(tmp_path, [lines(A[0]), lines(B[0])], lines(9 * A[0]))
+    assert found.where == "train.py:5"
+    assert (", which is called at train.py:22 (shows at train.py:25)" in found.cause) is is_told

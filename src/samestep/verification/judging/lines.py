@@ -104,6 +104,8 @@ class Lines:
         why = "the first result that is not as in one process is that of this line"
         if (before := self._made_before(line)) is not None:
             return located(finding, before, f"{why}, and {line.where} uses it")
+        if (called := self._called_at(line, finding.where)) is not None:
+            why += f", which is called at {called}"
         if line.relation == "sum":
             why = "what this line brings is, over the ranks, a sum where their average needs a mean"
         return located(finding, line.where, why)
@@ -135,6 +137,16 @@ class Lines:
                         wanted |= {*entry.get("of", ())}
             if found:
                 return found
+        return None
+
+    def _called_at(self, line: Line, backward: str | None) -> str | None:
+        """The line that calls the function of a line, if it is in the function of the backward pass."""
+        program, _, number = (backward or "").rpartition(":")
+        for trace in _traces(self.ranks)[0]:
+            called = trace.get(line.place, {}).get("called")
+            if called is not None:
+                where, first, last = called
+                return where if where.rpartition(":")[0] == program and first <= int(number) <= last else None
         return None
 
     def _is_behind_rows(self, line: Line, where: str | None) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from samestep.instrument.patch import is_traced
 from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.containers import tensors_of
-from samestep.verification.recording.modes import LooseMode, is_plain, line_of, storage_of
+from samestep.verification.recording.modes import LooseMode, caller_of, is_plain, line_of, storage_of
 
 FORWARD, GRADIENTS, STEP, EVALUATION = "forward", "gradients", "step", "evaluation"
 SETUP = "setup"  # what comes before the first step
@@ -105,7 +105,8 @@ class LineTrace(LooseMode):
                 place = (segment, where or "", name)
                 self._seen[place] += 1
                 self._counts[segment] += 1
-                kept = {"place": (*place, self._seen[place]), **_kept(one), "of": list(known or ())[:_MOST_GIVEN]}
+                about = {"of": list(known or ())[:_MOST_GIVEN], "called": caller_of(frame)}
+                kept = {"place": (*place, self._seen[place]), **_kept(one), **about}
                 self._lines.append({**kept, "new": known is not None and kept["at"] not in known})
         finally:
             self._is_busy = False

@@ -6,7 +6,8 @@ of torch.set_default_device, and ends where it is the last.
 
 from __future__ import annotations
 
-from types import FrameType
+import functools
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -62,3 +63,23 @@ def line_of(frame: FrameType | None) -> str | None:
             return None
         own = own.f_back
     return call_site(own or frame)
+
+
+def caller_of(frame: FrameType | None) -> tuple[str, int, int] | None:
+    """Returns the user's line that calls the function of a call's line, with the lines of the function around it.
+
+    None where no function of the user's calls it directly.
+    """
+    own = frame
+    while own is not None and not is_own(own.f_code.co_filename):
+        own = own.f_back
+    caller = None if own is None else own.f_back
+    if caller is None or not is_own(caller.f_code.co_filename):
+        return None
+    return call_site(caller), *_lines_of(caller.f_code)
+
+
+@functools.cache
+def _lines_of(code: CodeType) -> tuple[int, int]:
+    lines = [line for _, _, line in code.co_lines() if line is not None]
+    return min(lines), max(lines)
