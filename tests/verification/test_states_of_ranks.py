@@ -181,6 +181,12 @@ PART = "world:0,1"
         ([wrap("w"), forward(), BACKWARD], "the reducer did not reach them", "train.py:30"),
         ([call("train.py:26", "broadcast")], "nothing averages them before the step", "train.py:30"),
         ([call("train.py:26", between_two=True)], "nothing averages them before the step", "train.py:30"),
+        ([wrap("w", wrapper="fully_shard", ranks=[0])], "fully_shard is given a mesh of 1 rank", "train.py:12"),
+        (
+            [wrap("w", wrapper="fully_shard", ranks=[0]), call("train.py:26")],
+            "what the script communicates before the step does not make them equal",
+            "train.py:26",
+        ),
         ([call("train.py:26", group=PART)], "all_reduce runs in a group of 2 ranks, and never between", "train.py:26"),
         ([call("train.py:26")], "what the script communicates before the step does not make them equal", "train.py:26"),
     ],

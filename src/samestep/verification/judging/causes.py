@@ -91,6 +91,11 @@ def _by_hand(rank: Rank, step: Event, bad: list[str]) -> tuple[str, str, str | N
     average = "for p in model.parameters(): dist.all_reduce(p.grad); p.grad /= dist.get_world_size()"
     if not calls and (where := _where(rank, step, "no_sync")) is not None:
         return _NONE_REDUCED, _LAST_OUTSIDE, where
+    if (cut := _cut_among_some(rank)) is not None and all(one["group"] != "world" for one in calls):
+        cause = (
+            f"fully_shard is given a mesh of {plural(len(cut['ranks']), 'rank')}, and nothing averages over the others"
+        )
+        return cause, "give fully_shard the whole mesh, its replicating dim too", cut["where"]
     if not calls:
         return "nothing averages them before the step", average, step["where"]
     if len(bad) < len(step["gradients"]):
@@ -100,6 +105,12 @@ def _by_hand(rank: Rank, step: Event, bad: list[str]) -> tuple[str, str, str | N
         cause = f"{calls[0]['op']} runs in a group of {plural(len(members), 'rank')}, and never between groups"
         return cause, "average over all ranks: leave group= out", calls[0]["where"]
     return "what the script communicates before the step does not make them equal", average, calls[0]["where"]
+
+
+def _cut_among_some(rank: Rank) -> Event | None:
+    """The last wrap of parameters, if fully_shard cuts them over some of the ranks."""
+    wraps = [event for event in rank.of("wrap") if event["wrapper"] == "fully_shard"]
+    return wraps[-1] if wraps and 0 < len(wraps[-1].get("ranks") or ()) < rank.size else None
 
 
 def of_parameters(record: Record, index: int, rank: int, bad: list[str]) -> Finding:
