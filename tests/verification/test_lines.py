@@ -56,6 +56,14 @@ def test_what_ranks_compute_belongs_to_what_one_process_computes(
     assert _relation(kept(whole), cut) == (relation or "unknown")  # a part of it may be anywhere
 
 
+def test_counts_of_the_shape_of_one_process_are_no_padded_texts() -> None:
+    """Degrees that each rank counts among its own edges, at least 1, are those of one process but for ones."""
+    whole, first, other = torch.tensor([2, 3, 1, 4]), torch.tensor([2, 3, 1, 1]), torch.tensor([1, 1, 1, 4])
+    assert _relation(kept(whole), [kept(first), kept(other)]) is None
+    assert _relation(kept(whole), [kept(first[:3]), kept(other[3:])]) == "parts"
+    assert _relation(kept(whole), [kept(first), kept(torch.tensor([4, 1]))]) == "padded"
+
+
 def test_what_is_too_large_to_be_kept_differs_where_its_shape_shows_it() -> None:
     assert _relation(large(18, 9), [large(9, 9)] * 2) == "unknown"
     assert _relation(large(18, 18), [large(9, 9)] * 2) is None
@@ -361,3 +369,16 @@ def test_the_line_that_calls_is_told_too(tmp_path: Path, last: int, *, is_told: 
     found = located(tmp_path, [lines(A[0]), lines(B[0])], lines(9 * A[0]))
     assert found.where == "train.py:5"
     assert (", which is called at train.py:22 (shows at train.py:25)" in found.cause) is is_told
+
+
+def test_comparisons_that_choose_a_rank_s_part_are_not_blamed_for_other_samples(tmp_path: Path) -> None:
+    def lines(mask: list[bool], degrees: list[float]) -> list[Any]:
+        return [
+            ("train.py:3", "mul", torch.ones(2), {"grad": False, "at": 1, "of": []}),
+            ("train.py:5", "ge", torch.tensor(mask), {"grad": False, "at": 2, "of": [1]}),
+            ("train.py:7", "clamp", torch.tensor(degrees), {"grad": False}),
+            ("train.py:9", "sum", torch.tensor(sum(degrees)), {}),
+        ]
+
+    ranks = [lines([True, True], [2.0, 1.0]), lines([False, True], [1.0, 7.0])]
+    assert located(tmp_path, ranks, lines([True, True], [9.0, 5.0])).where == "train.py:7"

@@ -54,6 +54,7 @@ class Line:
         summed: the line of a sum over the ranks that was written into the tensor to which this line adds.
         is_counted: whether it can be named. A line of integers can if it computes them from integers that agree, such
             as labels from tokens.
+        is_mask: whether it is of booleans, which choose a rank's part of what there is.
     """
 
     place: Place
@@ -63,6 +64,7 @@ class Line:
     is_sum: bool = False
     summed: str | None = None
     is_counted: bool = True
+    is_mask: bool = False
 
     @property
     def where(self) -> str:
@@ -201,10 +203,11 @@ def _lines(alone: Trace, ranks: Sequence[Trace], segments: Sequence[str]) -> Ite
             summed = _summed_before(ranks[0], place) if relation is None else None
             is_made = not agrees.isdisjoint(others[0].get("of", ())) or one["value"] is None
             is_counted = is_made or one["value"].is_floating_point()
+            is_mask = one["value"] is not None and one["value"].dtype == torch.bool
             agrees.discard(others[0].get("at"))
             agrees |= {others[0].get("at")} if relation in {"parts", "copies"} else set()
-            about = {"has_gradient": grad, "is_sum": is_sum, "summed": summed, "is_counted": is_counted}
-            yield Line(place, relation, is_loss=is_loss, **about)
+            about = {"has_gradient": grad, "is_sum": is_sum, "is_counted": is_counted, "is_mask": is_mask}
+            yield Line(place, relation, is_loss=is_loss, summed=summed, **about)
 
 
 def _summed_before(trace: Trace, place: Place) -> str | None:
@@ -226,7 +229,9 @@ def _first_apart(lines: list[Line], *, all_lines: bool = False) -> Line | None:
     counted = [
         line
         for line in lines
-        if line.place[0] != FORWARD or line.has_gradient or (all_lines and line.place[2] not in TRACED_CALLS)
+        if line.place[0] != FORWARD
+        or line.has_gradient
+        or (all_lines and not line.is_mask and line.place[2] not in TRACED_CALLS)
     ]
     if any(line.relation == "padded" for line in counted):
         return None  # what is made of it has other shapes, and belongs to one process's all the same
@@ -346,9 +351,16 @@ def _are_parts_in_any_order(parts: list[Tensor], whole: Tensor) -> bool:
 
 
 def _are_filled_up(parts: list[Tensor], whole: Tensor) -> bool:
-    """Whether these are integers, words of texts say, that ranks and one process fill up to other lengths."""
+    """Whether these are integers, words of texts say, that ranks and one process fill up to other lengths.
+
+    Tensors of the shape that one process has are no part of its texts.
+    """
     is_integer = not (whole.is_floating_point() or whole.is_complex() or whole.dtype == torch.bool)
-    return is_integer and are_padded(torch.cat([part.flatten() for part in parts]), whole.flatten())
+    return (
+        is_integer
+        and any(part.shape != whole.shape for part in parts)
+        and are_padded(torch.cat([part.flatten() for part in parts]), whole.flatten())
+    )
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
