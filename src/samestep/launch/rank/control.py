@@ -100,7 +100,7 @@ class Control:
             self.send("preempt_unsupported", number=number, handles=handles)
 
     def _write_stacks(self) -> None:
-        """Writes the stacks of the other threads as faulthandler does, the main thread's last.
+        """Writes the stacks of the other threads as faulthandler does, but the main thread's first.
 
         This thread has the GIL, so that no other one changes its frames. faulthandler's signal handler reads them
         without it, and ends a process whose threads run Python code at that moment: it is for a rank whose native code
@@ -108,8 +108,9 @@ class Control:
         """
         frames = sys._current_frames()  # noqa: SLF001  (documented; the name only looks private)
         frames.pop(threading.get_ident())
-        order = sorted(frames, key=lambda thread: thread == self._main)
-        text = "".join(_stack_text(thread, frames[thread]) for thread in order)
+        order = sorted(frames, key=lambda thread: thread != self._main)
+        named = {thread: "Main thread" if thread == self._main else "Thread" for thread in order}
+        text = "".join(_stack_text(f"{named[thread]} {thread:#018x}", frames[thread]) for thread in order)
         with contextlib.suppress(OSError):
             os.write(self._stacks, text.encode(errors="replace"))
 
@@ -132,10 +133,10 @@ class Control:
         return own_line(traceback.extract_stack(frame)) if frame is not None else (None, None)
 
 
-def _stack_text(thread: int, frame: FrameType) -> str:
+def _stack_text(thread: str, frame: FrameType) -> str:
     calls = traceback.walk_stack(frame)  # the most recent first
     lines = [f'  File "{call.f_code.co_filename}", line {line} in {call.f_code.co_name}' for call, line in calls]
-    return "\n".join((f"Thread {thread:#018x} (most recent call first):", *lines, "", ""))
+    return "\n".join((f"{thread} (most recent call first):", *lines, "", ""))
 
 
 def _flush() -> None:

@@ -26,7 +26,7 @@ SERVED = " in _run_function"  # torch.distributed.rpc calls it for another rank
 Read = TypeVar("Read")
 
 _start: list[str] = []  # the directory that this process was started in
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+")
+_THREAD = re.compile(r"^(?:Current thread|Main thread|Thread) 0x[0-9a-f]+")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+|\?\?\?) in (?P<name>.+)$')
 
 
@@ -146,7 +146,7 @@ def place_in(text: str, frame: str | None = None) -> tuple[str | None, str | Non
     for line in text.splitlines():
         if _THREAD.match(line):
             threads.append([])
-            current = len(threads) - 1 if line.startswith("Current") else current
+            current = len(threads) - 1 if line.startswith(("Current", "Main")) else current
         elif threads and _FRAME.match(line):
             threads[-1].append(line)
             if found is None and frame is not None and line.endswith(frame):
