@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from samestep.instrument.callbacks import Callbacks, call, listeners, notify
-from samestep.instrument.patch import Group, call_site, caller, on_undo, patch, user_line
+from samestep.instrument.patch import Group, call_site, caller, is_own, on_undo, patch, user_line
 
 optimizers = Group()  # reports optimizers and their steps
 schedules = Group()  # steps of learning-rate schedules and gradient scalers
 wrappers = Group()  # models that are wrapped for data-parallel training
 synchronisation = Group()  # what of a wrapped model's use decides whether its gradients are averaged
+local_tensors = Group()  # local tensors of replicated DTensors, whose gradients are taken for replicated ones
 modes = Group()  # that a model is set to train or to evaluate
 loaded_weights = Group()  # `load_state_dict` of a model; asks for its state, which is a collective where that is cut
 backward_passes = Group()  # backward passes, and gradients that torch.autograd.grad returns
@@ -265,6 +266,16 @@ def watch_bare_forward(callbacks: Callbacks, wrapped: Any) -> None:
     from torch.nn import Module
 
     Module.register_forward_pre_hook(wrapped.module, Hook(before))  # a ScriptModule refuses by its own method
+
+
+@local_tensors.patch("torch.distributed.tensor", "DTensor.to_local")
+def _to_local(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    local = original(tensor, *args, **kwargs)
+    is_declared = bool(args) or kwargs.get("grad_placements") is not None
+    is_replicated = any(one.is_replicate() for one in tensor.placements)
+    if local.requires_grad and is_replicated and not is_declared and is_own(caller().f_code.co_filename):
+        notify("to_local", where=user_line(), local=local)
+    return local
 
 
 _setting_modes: list[bool] = []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from samestep.verification.findings import Finding, unchecked
 from samestep.verification.judging import samples, shards, split, storage
-from samestep.verification.judging.causes import MOVED_APART, OUTSIDE, SHOWS_AT, UNREACHED
+from samestep.verification.judging.causes import MOVED_APART, OUTSIDE, SHOWS_AT, UNREACHED, located
 from samestep.verification.judging.lines import Lines
 from samestep.verification.judging.own_data import OWN_PART
 from samestep.verification.judging.own_pace import CARRIED_APART
@@ -24,8 +25,33 @@ from samestep.verification.runner import Runner
 _LOCATED = {"gradient-scale", "gradient-differs", "update-differs", "evaluation-inexact"}  # by the lines that make them
 _DECIDED = {"steps-differ", "learning-rate-differs", "parameters-diverged", "gradients-not-synchronised"}  # by numbers
 OF_SAMPLES = {"samples-repeated", "samples-missing", "datasets-differ", "batches-differ"}
+_NO_PLACEMENTS = (
+    "this line takes the local tensor of a replicated DTensor, and the part of its gradient that a rank has is taken "
+    "for the whole"
+)
 ENDS_ELSEWHERE = "the ranks end after another number of steps when they run again: by a clock, say"
 _MOST_TRACED = 2  # evaluations whose lines are looked at
+
+
+def by_local_tensors(runner: Runner, record: Record, steps: int, report: Report) -> None:
+    """Looks for a replicated DTensor whose local tensor has another gradient on each rank: a part of a sum."""
+    del runner, steps
+    where = _partial_gradient(record)
+    for found in report.errors if where is not None else ():
+        if found.property == "gradients":
+            again = located(found, where, _NO_PLACEMENTS)
+            report.relocate(found, replace(again, fix="to_local(grad_placements=[Partial()]), which adds up the parts"))
+
+
+def _partial_gradient(record: Record) -> str | None:
+    """The line of the first one, in the order of the backward pass."""
+    ranks = [{event["number"]: event for event in rank.of("local_gradient")} for rank in record.ranks]
+    apart = [
+        number
+        for number, one in ranks[0].items()
+        if any(other.get(number, one)["of"] != one["of"] for other in ranks[1:])
+    ]
+    return ranks[0][apart[0]]["where"] if apart else None
 
 
 def by_lines(runner: Runner, record: Record, steps: int, report: Report) -> None:

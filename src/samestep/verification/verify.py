@@ -279,7 +279,11 @@ def _verified(runner: Runner, steps: int) -> Report:
         with leaving_open(report):
             restart.judge(runner, record, {"steps": steps, "passes": PASSES}, report)
     of_replicas = (locating.by_lines, locating.by_decisions, locating.by_sources) if foreign is None else ()
-    for locate in (*of_replicas, locating.by_samples, locating.by_split) if not recorded.has_failed else ():
+    for locate in (
+        (*of_replicas, locating.by_samples, locating.by_split, locating.by_local_tensors)
+        if not recorded.has_failed
+        else ()
+    ):
         with leaving_open(report):
             locate(runner, record, steps, report)
     report.conclude()
@@ -351,7 +355,9 @@ def _judge_cut(record: Record, alone: Record, report: Report, first: parts.Parts
 
     `first` has the values of the first steps, where the script cuts the model by itself.
     """
-    parts_of_one = cut.Parts(record, alone, first.places if first is not None and first.are_whole else None)
+    known = first if first is not None and first.are_whole else None
+    values = () if known is None else (known.places, known.summed)
+    parts_of_one = cut.Parts(record, alone, *values)
     parts_of_one.find_apart(report)
     if first is not None and not report.errors:
         report.add(first.equal_parts())

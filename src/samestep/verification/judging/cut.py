@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,12 +47,14 @@ class _Pair:
 class Parts:
     """The parts of a model that ranks hold, and the whole of one process, `alone`, at its own pace.
 
-    `places` says where what each rank holds lies in that, where this is known and all of it is held.
+    `places` says where what each rank holds lies in that, where this is known and all of it is held; `compared` are
+    parameters of one process that have no norm here, and whose first gradients are known to be right.
     """
 
     record: Record
     alone: Record
     places: Sequence[Mapping[str, Place]] | None = None
+    compared: Collection[str] = ()
 
     def find_apart(self, report: Report) -> None:
         """Adds the first parameter whose gradient is not that of one process, though most others are."""
@@ -77,7 +79,7 @@ class Parts:
             if not self._have_its_rates(place) or not all(pair.is_within(share) for pair in pairs):
                 return False
             left -= {pair.of for pair in pairs}
-        if left:  # a sparse gradient has no norm here, and what no optimizer of torch steps has none
+        if left - {*self.compared}:  # a sparse gradient has no norm here, and what no optimizer of torch steps has none
             return False
         margin = f"{plural(self._steps, 'step')} of one process at its own pace, by the norms of the gradients"
         for name in _OUTCOMES:

@@ -26,7 +26,7 @@ from samestep.verification.judging import own_data
 from samestep.verification.judging.placement import Place, make_the_whole, places
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.states import built_at, made
-from samestep.verification.recording.parts import Part
+from samestep.verification.recording.parts import Due, Part
 
 SAME_INPUTS = "from the same parameters and inputs"
 FIRST = 3  # steps
@@ -175,6 +175,21 @@ class Parts:
         compared = [self._compared(number) for number in range(self._steps)]
         return self.are_whole and bool(compared) and all(same and not apart for same, apart in compared)
 
+    @property
+    def summed(self) -> set[str]:
+        """The parameters of one process of whose gradient the ranks hold parts of a sum, which is compared."""
+        return {*self._sums(0)} if self._steps else set()
+
+    def _sums(self, number: int) -> dict[str, Tensor]:
+        """Sums over the ranks that are still to be taken when a step begins, by the names in one process."""
+        due = [
+            {found[name].name: one for name, one in _due(self.record, rank, number).items() if name in found}
+            for rank, found in zip(self.record.ranks, self.places, strict=True)
+        ]
+        everywhere = [name for name in due[0] if all(name in other for other in due)]
+        sums = {name: torch.stack([one[name] for one in due]).sum(0) for name in everywhere}
+        return {name: total for name, total in sums.items() if total.shape == self._whole[name].shape}
+
     @cached_property
     def _steps(self) -> int:
         every = [*self.record.ranks, self.alone.ranks[0]]
@@ -187,8 +202,11 @@ class Parts:
 
     def _compared(self, number: int) -> tuple[list[_Pair], list[_Pair]]:
         """The gradients of a step that are one process's, and those that are far from being so."""
-        whole = _gradients(self.alone, self.alone.ranks[0], number)
+        whole = _gradients(self.alone, self.alone.ranks[0], number) | _due(self.alone, self.alone.ranks[0], number)
         mine, theirs, about = {}, {}, {}
+        for name, total in self._sums(number).items():
+            mine[name], theirs[name] = total, whole[name]
+            about[name] = (self.record.ranks[0], name, Place(name))
         for rank, found in zip(self.record.ranks, self.places, strict=True):
             for name, one in _gradients(self.record, rank, number).items():
                 place = found.get(name)
@@ -324,6 +342,13 @@ def _gradients(record: Record, rank: Rank, number: int) -> dict[str, Tensor]:
         for name, one in record.value(rank.number, step["kept"]).items()
         if (values := _values(one)) is not None
     }
+
+
+def _due(record: Record, rank: Rank, number: int) -> dict[str, Tensor]:
+    """A rank's part of the gradients that are still to be added up over the ranks."""
+    step = rank.steps[number]
+    kept = record.value(rank.number, step["kept"])
+    return {_name(step["optimizer"], name): one.values.double() for name, one in kept.items() if isinstance(one, Due)}
 
 
 def _values(one: Any) -> Tensor | None:

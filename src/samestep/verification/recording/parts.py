@@ -118,7 +118,7 @@ def region(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tens
 
 
 def has_parts(value: Any) -> bool:
-    """Returns whether any of nested values is a part."""
+    """Returns whether any of nested values is a part, or a sum that is due."""
     if isinstance(value, dict):
         return any(has_parts(one) for one in value.values())
-    return any(map(has_parts, value)) if isinstance(value, list) else isinstance(value, Part)
+    return any(map(has_parts, value)) if isinstance(value, list) else isinstance(value, Part | Due)

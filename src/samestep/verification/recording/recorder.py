@@ -43,6 +43,7 @@ LOCAL_NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}  # whose statistics 
 MOST_EVALUATED = 4  # and so many in which an evaluation runs
 MOST_AVERAGED = 8  # and so many uses of models that no optimizer steps, whose parameters are told
 MOST_REPLICAS = 16  # looks at copies of a model while no step is seen
+_MOST_LOCAL = 64  # local tensors of replicated DTensors, in the first window
 _MASKED, _MOST_MASKS = 4, 16  # windows, and dropout masks in each, that are recorded where parameters are sharded
 _CUT = 3  # windows in which the rows that models get of loaded batches are recorded
 _NOISY = 4  # and so many batches of a pass for which a dataset's own generators are looked at
@@ -78,6 +79,7 @@ class Recorder(ScriptObserver):
         self._replicas_reported = 0
         self._datasets: dict[str, Any] = {}
         self._dropped_in = -1
+        self._local_tensors = 0
         self._masks = 0  # of the window at hand that were looked at
         self._loaded: str | None = None
         self._loaded_buffers: dict[str, str] = {}
@@ -549,6 +551,9 @@ class Recorder(ScriptObserver):
             if self.scaler.is_enabled():
                 self.journal.write(kind, window=self.window)
             return
+        if kind == "to_local":
+            self._watch_local(**fields)
+            return
         if kind == "clipping":
             self._note_scaled_clipping(fields["where"], fields["most"])
             self.journal.write(kind, window=self.window, where=fields["where"])
@@ -569,6 +574,19 @@ class Recorder(ScriptObserver):
             else:
                 self._loaded = fields["path"]
         self.journal.write(kind, window=self.window, event=self.window, **fields)
+
+    def _watch_local(self, where: str, local: Any) -> None:
+        """Writes down, in the first window, the gradient of a replicated DTensor's local tensor."""
+        number = self._local_tensors
+        if self.window or number >= _MOST_LOCAL:
+            return
+        self._local_tensors += 1
+
+        def write(gradient: Any) -> None:
+            self.journal.write("local_gradient", window=self.window, number=number, where=where, of=digest(gradient))
+
+        if not local.is_leaf:
+            local.register_hook(write)
 
     def on_dropout(self, values: Any) -> None:
         """Writes down, once a window, from which state a mask would have been drawn.

@@ -41,7 +41,7 @@ from samestep.verification.recording.writes import Writes
 
 _GROUPS = (
     *(training.optimizers, training.schedules, training.wrappers, training.synchronisation, training.modes),
-    *(training.loaded_weights, training.backward_passes, training.clipping),
+    *(training.loaded_weights, training.backward_passes, training.clipping, training.local_tensors),
     *(dataloader.passes, dataloader.datasets, randomness.draws),
     *(script_io.saves_and_loads, script_io.prints, script_io.spawns),
     *(samestep_calls.samestep_calls, parameter_averaging.parameter_averages),
