@@ -103,6 +103,13 @@ def test_each_optimizer_of_a_rank_has_one_of_its_own_in_one_process(
     assert owned.count(record(first, second), record(alone)) == number
 
 
+def test_parameters_are_compared_by_their_order() -> None:
+    """torch.func.functional_call gives a module the parameters of one client after the other."""
+    lent = [{**one, "norms": {"net.weight": one["norms"]["w"]}} for one in SECOND]
+    assert owned.count(record(FIRST, lent), record(ALL)) == 2
+    assert owned.count(record(FIRST, [{**one, "norms": {}} for one in SECOND]), record(ALL)) == 0
+
+
 def test_ranks_that_step_alike_hold_none_for_themselves() -> None:
     assert not owned.are_held(record(FIRST, FIRST))
     assert owned.are_held(record(FIRST, SECOND))

@@ -55,6 +55,7 @@ class Line:
         is_counted: whether it can be named. A line of integers can if it computes them from integers that agree, such
             as labels from tokens.
         is_mask: whether it is of booleans, which choose a rank's part of what there is.
+        is_left_over: whether it changes a tensor from before the segment, a running total say, that no line uses later.
     """
 
     place: Place
@@ -65,6 +66,7 @@ class Line:
     summed: str | None = None
     is_counted: bool = True
     is_mask: bool = False
+    is_left_over: bool = False
 
     @property
     def where(self) -> str:
@@ -207,7 +209,17 @@ def _lines(alone: Trace, ranks: Sequence[Trace], segments: Sequence[str]) -> Ite
             agrees.discard(others[0].get("at"))
             agrees |= {others[0].get("at")} if relation in {"parts", "copies"} else set()
             about = {"has_gradient": grad, "is_sum": is_sum, "is_counted": is_counted, "is_mask": is_mask}
-            yield Line(place, relation, is_loss=is_loss, summed=summed, **about)
+            is_left_over = place[2] == "all_reduce" and _is_left_over(ranks[0], place)
+            yield Line(place, relation, is_loss=is_loss, summed=summed, is_left_over=is_left_over, **about)
+
+
+def _is_left_over(trace: Trace, place: Place) -> bool:
+    """Whether a line changes a tensor that was there before its segment, and no later line of the segment uses it."""
+    entries, at = [one for one in trace if one[0] == place[0]], trace[place].get("at")
+    number = entries.index(place)
+    is_made = any(trace[one].get("at") == at and trace[one].get("new") for one in entries[:number])
+    is_used = any(at in trace[one].get("of", ()) for one in entries[number + 1 :])
+    return at is not None and not is_made and not is_used
 
 
 def _summed_before(trace: Trace, place: Place) -> str | None:
@@ -253,7 +265,7 @@ def _of_gradients(lines: list[Line]) -> Line | None:
 def _brought_apart(lines: list[Line]) -> Line | None:
     """The first sum over the ranks, on the way to the loss, that is neither one process's value nor its multiple."""
     sums = [line for line in lines if line.place[0] == FORWARD and line.place[2] == "all_reduce"]
-    return next((line for line in sums if line.relation is None and not line.is_sum), None)
+    return next((line for line in sums if line.relation is None and not line.is_sum and not line.is_left_over), None)
 
 
 def _is_multiple(one: dict[str, Any], ranks: list[dict[str, Any]]) -> bool:

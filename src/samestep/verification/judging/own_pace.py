@@ -76,8 +76,15 @@ def go_together(record: Record, alone: Record, until: int | None = None) -> bool
 
 
 def have_gradients_of(step: Event, other: Event, place: int) -> bool:
-    """Returns whether two steps, each the one of this number of its optimizer, have equal rates and norms."""
-    return step["rates"] == other["rates"] and _have_norms(step["norms"], other["norms"], _most(place))
+    """Returns whether two steps, each the one of this number of its optimizer, have equal rates and norms.
+
+    Parameters are held against each other by their order: another rank's optimizer may be the one whose parameters a
+    module has when it steps, and lends its names.
+    """
+    mine, theirs = step["norms"], other["norms"]
+    if step["rates"] != other["rates"] or len(mine) != len(theirs):
+        return False
+    return _have_norms(dict(zip(theirs, mine.values(), strict=True)), theirs, _most(place))
 
 
 def _most(place: int) -> float:
