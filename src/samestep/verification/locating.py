@@ -72,6 +72,8 @@ def by_lines(runner: Runner, record: Record, steps: int, report: Report) -> None
             continue
         ranks = runner.recorded(f"lines of {name} on {record.size} ranks", record.size, trace=trace, **until)
         alone = runner.alone(f"lines of {name}", ranks.record, trace=trace)
+        if name == "evaluation" and not alone.rank.of("lines"):  # it evaluates with weights of its own
+            alone = runner.recorded(f"lines of {name} of one process", 1, trace=trace, **until)
         report.relocate(found, Lines(ranks.record, alone).located(found))
 
 

@@ -9,9 +9,8 @@ A line whose results are none of these differs. It is looked for only where an o
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -104,7 +103,9 @@ class Lines:
             return finding
         if line.summed is not None:
             why = f"this line writes a sum over the ranks into what {line.where} adds to: what was there counts again"
-            return located(finding, line.summed, why)
+            return replace(
+                located(finding, line.summed, why), fix="add up a copy: total = t.clone(); dist.all_reduce(total)"
+            )
         why = "the first result that is not as in one process is that of this line"
         if (before := self._made_before(line)) is not None:
             return located(finding, before, f"{why}, and {line.where} uses it")
@@ -193,16 +194,25 @@ def _traces(record: Record) -> list[list[Trace]]:
 
 
 def _lines(alone: Trace, ranks: Sequence[Trace], segments: Sequence[str]) -> Iterator[Line]:
-    counts = [Counter(place[:3] for place in one) for one in (alone, *ranks)]
+    grouped = [_by_line(one) for one in (alone, *ranks)]
+    order = {place: number for number, place in enumerate(ranks[0])}
+    of_all: dict[tuple[str, str, str], str | None] = {}
+    sums: dict[tuple[str, str, str], str | None] = {}
     agrees: set[int | None] = set()  # storages of rank 0 whose numbers belong to one process's
     for place, one in alone.items():
-        if place[0] in segments and all(each[place[:3]] == counts[0][place[:3]] for each in counts):
+        together = [each.get(place[:3], []) for each in grouped]
+        if place[0] in segments and all(len(each) == len(together[0]) for each in together):
             others, grad = [theirs[place] for theirs in ranks], one["grad"]
             is_sum = place[2] == "all_reduce" and _is_multiple(one, others)
             is_loss, relation = grad and one["shape"] == [], _relation(one, others)
-            if relation is None and counts[0][place[:3]] > 1:
-                relation = _relation_of_all(_all_at(alone, place), [_all_at(theirs, place) for theirs in ranks])
-            summed = _summed_before(ranks[0], place) if relation is None else None
+            if relation is None and len(together[0]) > 1:
+                if place[:3] not in of_all:
+                    of_all[place[:3]] = _relation_of_all(together[0], together[1:])
+                    sums[place[:3]] = _summed_before(ranks[0], order, place)
+                relation = of_all[place[:3]]
+            elif relation is None:
+                sums[place[:3]] = _summed_before(ranks[0], order, place)
+            summed = sums.get(place[:3]) if relation is None else None
             is_made = not agrees.isdisjoint(others[0].get("of", ())) or one["value"] is None
             is_counted = is_made or one["value"].is_floating_point()
             is_mask = one["value"] is not None and one["value"].dtype == torch.bool
@@ -222,12 +232,12 @@ def _is_left_over(trace: Trace, place: Place) -> bool:
     return at is not None and not is_made and not is_used
 
 
-def _summed_before(trace: Trace, place: Place) -> str | None:
+def _summed_before(trace: Trace, order: Mapping[Place, int], place: Place) -> str | None:
     """The line of the last sum over the ranks in the tensor that a line changes, if nothing else was written there."""
-    entries, at = list(trace), trace[place].get("at")
+    at = trace[place].get("at")
     if at is None or not _IN_PLACE(place[2]):
         return None
-    for earlier in reversed(entries[: entries.index(place)]):
+    for earlier in reversed([*order][: order[place]]):
         if trace[earlier].get("at") == at:
             if earlier[2] == "all_reduce":
                 return earlier[1]
@@ -310,8 +320,12 @@ def _relation(one: dict[str, Any], ranks: list[dict[str, Any]]) -> str | None:
     return "unknown" if any(each["cut"] for each in (one, *ranks)) else None
 
 
-def _all_at(trace: Trace, place: Place) -> list[dict[str, Any]]:
-    return [one for other, one in trace.items() if other[:3] == place[:3]]
+def _by_line(trace: Trace) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+    """What each function has brought at each line of a segment."""
+    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for place, one in trace.items():
+        found.setdefault(place[:3], []).append(one)
+    return found
 
 
 def _relation_of_all(alone: list[dict[str, Any]], ranks: list[list[dict[str, Any]]]) -> str | None:

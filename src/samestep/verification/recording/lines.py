@@ -22,7 +22,8 @@ from samestep.verification.recording.modes import LooseMode, caller_of, is_plain
 FORWARD, GRADIENTS, STEP, EVALUATION = "forward", "gradients", "step", "evaluation"
 SETUP = "setup"  # what comes before the first step
 _MOST_NUMBERS = 1 << 18  # of a tensor that is kept
-_MOST_LINES = 4096  # of a segment
+_MOST_LINES = 1 << 15  # of a segment
+_MOST_KEPT = 1 << 25  # numbers of all tensors that are kept
 _MOST_GIVEN = 8  # tensors that a call is given
 _UNFILLED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _LEFT_OUT = _UNFILLED | {
@@ -53,6 +54,7 @@ class LineTrace(LooseMode):
         self._seen: Counter[tuple[str, str, str]] = Counter()
         self._counts: Counter[str] = Counter()
         self._lines: list[dict[str, Any]] = []
+        self._numbers = 0
         self.segment: str | None = None
 
     def begin(self, segment: str) -> None:
@@ -61,7 +63,7 @@ class LineTrace(LooseMode):
 
     def end(self) -> None:
         self.leave()
-        lines, self._lines, self.segment = self._lines, [], None
+        lines, self._lines, self.segment, self._numbers = self._lines, [], None, 0
         self._seen.clear()
         self._counts.clear()
         if lines:
@@ -106,7 +108,8 @@ class LineTrace(LooseMode):
                 self._seen[place] += 1
                 self._counts[segment] += 1
                 about = {"of": list(known or ())[:_MOST_GIVEN], "called": caller_of(frame)}
-                kept = {"place": (*place, self._seen[place]), **_kept(one), **about}
+                kept = {"place": (*place, self._seen[place]), **_kept(one, _MOST_KEPT - self._numbers), **about}
+                self._numbers += 0 if kept["value"] is None else kept["value"].numel()
                 self._lines.append({**kept, "new": known is not None and kept["at"] not in known})
         finally:
             self._is_busy = False
@@ -117,9 +120,9 @@ def storages_of(tensors: Iterable[Tensor]) -> list[int]:
     return [storage_of(one) for one in tensors if is_plain(one)]
 
 
-def _kept(tensor: Tensor) -> dict[str, Any]:
+def _kept(tensor: Tensor, room: int) -> dict[str, Any]:
     local = getattr(tensor, "_local_tensor", tensor)
-    is_small = local.numel() <= _MOST_NUMBERS
+    is_small = local.numel() <= min(_MOST_NUMBERS, room)
     return {
         "at": storage_of(local) if is_plain(local) else None,
         "grad": tensor.requires_grad,
