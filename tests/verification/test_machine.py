@@ -207,12 +207,6 @@ def test_what_fails_while_samples_are_loaded_is_tried_in_one_process(
     assert ("where it loads its samples itself" in (report.inconclusive or "")) is fails
 
 
-def test_a_rank_that_imports_waits_for_nothing() -> None:
-    assert failures._imports("train.py:4  from torch import nn")
-    assert not failures._imports("train.py:30  dist.barrier()")
-    assert not failures._imports("train.py:30")
-
-
 @pytest.mark.parametrize(
     ("text", "is_ours"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,6 +33,32 @@ def test_a_rank_whose_worker_computes_has_not_hung(tmp_path: Path) -> None:
         finally:
             for process in (*workers, rank.pid):
                 subprocess.run(["kill", "-9", str(process)], check=True)
+
+
+def test_a_rank_that_other_programs_leave_no_core_has_not_hung(tmp_path: Path) -> None:
+    journal = TraceWriter(tmp_path / "journals", 0)
+    core = min(os.sched_getaffinity(0))
+    spin = f"import os; os.sched_setaffinity(0, [{core}]); os.nice(NICE); print(flush=True)\nwhile True: pass"
+    commands = [[sys.executable, "-c", spin.replace("NICE", nice)] for nice in ("0", "19")]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+        rank = processes[1].pid
+        journal.write("begin", rank=0, pid=rank)
+        before, computed = runs._Signs.of(tmp_path), stat_of(rank)[1]
+        while not (after := runs._Signs.of(tmp_path)).moved_since(before, 2.0):
+            pass
+        assert stat_of(rank)[1] - computed < (after.computed - before.computed) / 2
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_a_rank_that_reads_from_a_disk_has_not_hung() -> None:
+    assert runs._Signs(100, 7.0, reads=True).moved_since(runs._Signs(100, 7.0), 50.0)
 
 
 def test_only_processes_of_the_run_are_asked_for_their_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +99,7 @@ def test_a_run_in_which_nothing_moves_is_told_of_every_ten_seconds(tmp_path: Pat
     for still in (1.0, 9.9, 10.1, 10.3, 19.0, 20.2, 0.0, 10.2):
         progress(tmp_path, still)
     assert [line.partition(" for ")[2] for line in said] == [
-        f"{seconds} s; after 60 s it has hung" for seconds in (10, 20, 10)
+        f"{seconds} s; 60 s count as a hang (--timeout)" for seconds in (10, 20, 10)
     ]
 
 

@@ -28,11 +28,6 @@ def ended_alone(recorded: Run) -> int | None:
     return first if recorded.has_failed and not all(is_over for _, is_over in over) else None
 
 
-def _imports(position: str) -> bool:
-    """Whether a rank stands at an import: a busy machine reads the files of torch, or its libraries, for long."""
-    return position.partition("  ")[2].startswith(("import ", "from "))
-
-
 def blame(recorded: Run, whole: Run, run_at_own_pace: Callable[[], Run], report: Report) -> None:
     """Says what a run that ended badly was: a difference, unless it ends so alone too, or the machine did it."""
     ended, record, alone = recorded.ended, recorded.record, whole.ended
@@ -56,7 +51,7 @@ def blame(recorded: Run, whole: Run, run_at_own_pace: Callable[[], Run], report:
             return
     found = communication.stuck(record) if ended.hung else _crash(ended, record)
     is_known = found.where is not None or found.rank is not None
-    if ended.hung and not is_known and all(map(_imports, runs.stack_positions(ended.folder).values())):
+    if ended.hung and not is_known:
         report.inconclusive = _NOTHING_WAITS
         return
     report.add([found])

@@ -136,7 +136,7 @@ class Runner:
         with self._lock:
             self._begun += 1
             number = self._begun
-        of_all = f"{number} of {self._planned}" if number <= self._planned else f"{number}, to explain a difference"
+        of_all = f"{number} of {self._planned}" if number <= self._planned else f"{number}, added"
         self.say(f"run {of_all}: {name}")
 
     def _run(self, name: str, *how: Any) -> Run:
@@ -186,7 +186,7 @@ class Runner:
                 raise KeyboardInterrupt
             times = int(still / _STILL_S)
             if times > said:
-                self.say(f"{name}: no progress for {still:.0f} s; after {self.still_s:g} s it has hung")
+                self.say(f"{name}: nothing new for {still:.0f} s; {self.still_s:g} s count as a hang (--timeout)")
             said = times
 
         return look

@@ -1,7 +1,7 @@
 """One supervised run of the script: its output in a file, its time limited, no process left over.
 
-A run hangs when none of its journals grows for a while, and neither a rank nor a process that it has started computes.
-Its ranks are then asked for their stacks, and ended.
+A run hangs when none of its journals grows for a while, and neither a rank nor a process that it has started computes,
+or waits for a processor core or a disk. Its ranks are then asked for their stacks, and ended.
 """
 
 from __future__ import annotations
@@ -140,21 +140,23 @@ def _wait(process: Process, folder: Path, still_s: float, progress: Callable[[Pa
 
 @dataclass(frozen=True)
 class _Signs:
-    """Signs of progress: the bytes that a run has written, and the seconds that its ranks have computed."""
+    """Signs of progress: the bytes that a run has written, and the seconds that its ranks have been busy."""
 
     written: int
     computed: float
+    reads: bool = False  # whether a rank waits for a disk
 
     @classmethod
     def of(cls, folder: Path) -> _Signs:
         """Returns those of a run."""
+        ranks = pids(folder)
         written = sum(_size(path) for path in (folder / "output.txt", *(folder / "journals").rglob("*.jsonl")))
-        return cls(written, sum(map(_computed, pids(folder))))
+        return cls(written, sum(map(_computed, ranks)), any(stat_of(pid)[0] == "D" for pid in ranks))
 
     def moved_since(self, earlier: _Signs, seconds: float) -> bool:
         """Returns whether there was progress; a rank that waits in a collective computes a little, too."""
         computed = abs(self.computed - earlier.computed)  # what ended processes have computed is not counted any more
-        return self.written != earlier.written or computed > _LEAST_S + _WAITING * seconds
+        return self.reads or self.written != earlier.written or computed > _LEAST_S + _WAITING * seconds
 
 
 def _size(path: Path) -> int:
@@ -165,8 +167,16 @@ def _size(path: Path) -> int:
 
 
 def _computed(pid: int) -> float:
-    """Seconds of processor time of a process and of its descendants: while a rank waits, a worker may load."""
-    return stat_of(pid)[1] + sum(map(_computed, children(pid)))
+    """Seconds that a process and its descendants have computed, or waited for a core: a worker may load for a rank."""
+    return stat_of(pid)[1] + _waited_for_core(pid) + sum(map(_computed, children(pid)))
+
+
+def _waited_for_core(pid: int) -> float:
+    """Seconds in which a process's main thread could have run and other programs had the cores; 0 if unknown."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def pids(folder: Path) -> list[int]:

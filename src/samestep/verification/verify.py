@@ -79,7 +79,7 @@ def verify(
         ranks: how many processes are compared with one.
         steps: how many optimizer steps are compared at most. Behind them passes over the data are ended early, to reach
             an evaluation, a save and a resume.
-        timeout: seconds without a sign of life until a run counts as hung.
+        timeout: seconds in which no rank computes, reads or records anything until a run counts as hung.
 
     Returns:
         The report: `report.verdict` is "same", "different" or "inconclusive"; `str(report)` is what the command line

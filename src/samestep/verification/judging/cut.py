@@ -22,6 +22,7 @@ from samestep.verification.report import Report
 
 _SAME = 1e-3  # of a norm
 _APART = 1e-2
+_SMALL = 1e-4  # of the whole gradient's norm: smaller ones are held against this, they may be rounding alone
 _MOST = 0.5  # of the parameters that are found again: the samples are those of one process
 _FEWEST = 4  # of them
 _FIRST = 3  # steps: rounding makes more of later ones
@@ -38,9 +39,10 @@ class _Pair:
     of: str  # its name in one process
     mine: float
     other: float
+    least: float
 
     def is_within(self, share: float) -> bool:
-        return abs(self.mine - self.other) <= share * self.other
+        return abs(self.mine - self.other) <= share * max(self.other, self.least)
 
 
 @dataclass
@@ -123,17 +125,19 @@ class Parts:
 
     def _pairs(self, place: int) -> Iterator[_Pair]:
         theirs = _norms(self.alone.ranks[0], place)
+        least = _SMALL * math.hypot(*theirs.values())
         cut: dict[str, dict[tuple[int, ...], float]] = {}
         for rank, places in zip(self.record.ranks, self._places, strict=True):
             for name, mine in _norms(rank, place).items():
                 if (at := places.get(name)) is None:
                     continue
                 if at.key is None:
-                    yield _Pair(rank, name, at.name, mine, theirs.get(at.name, 0.0))
+                    yield _Pair(rank, name, at.name, mine, theirs.get(at.name, 0.0), least)
                 else:
                     cut.setdefault(at.name, {})[at.key if at.is_known else (rank.number,)] = mine
         for name, parts in cut.items():
-            yield _Pair(self.record.ranks[0], name, name, math.hypot(*parts.values()), theirs.get(name, 0.0))
+            mine = math.hypot(*parts.values())
+            yield _Pair(self.record.ranks[0], name, name, mine, theirs.get(name, 0.0), least)
 
 
 def _begun(rank: Rank) -> dict[str, str]:
