@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import types
 from pathlib import Path
@@ -129,6 +130,51 @@ def mean_of_an_epoch():
 def test_the_mean_loss_of_an_epoch_is_that_of_all_samples(two_ranks):
     for mean, expected in two_ranks(mean_of_an_epoch):
         assert mean == pytest.approx(expected, rel=1e-6)
+
+
+def counts_of_a_run(folder, stop=None):
+    """Returns the mean losses, and the best score, of two epochs; a run that stops ends in front of that step."""
+    with contextlib.chdir(folder), samestep.world(device="cpu", seed=0) as world:
+        torch.manual_seed(0)
+        model = samestep.replicate(net(), world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = samestep.shards(data(40), world, batch_size=10)
+        losses = []
+
+        def predict(batch):
+            return model(batch[0]), batch[1]
+
+        def cross_entropy(*args, **options):
+            losses.append(batches.step + 4 * batches.epoch)
+            if losses[-1] == stop:
+                raise KeyboardInterrupt
+            return F.cross_entropy(*args, **options)
+
+        known = {"model": model, "optimizer": optimizer, "batches": batches, "predict": predict, "test_set": data(20)}
+        known |= {"F": types.SimpleNamespace(cross_entropy=cross_entropy), "accuracy": hits}
+        code = block("runs.md").replace("epochs(10)", "epochs(2)").replace("every=100", "every=1")
+        code = code.replace("scores =", "means.append(mean)\n    scores =")
+        known["means"] = []
+        try:
+            known = run(code, world=world, **known)
+        except KeyboardInterrupt:
+            return None
+        return known["means"], known["progress"].best, sorted(torch.load("best.pt", weights_only=True))
+
+
+def hits(outputs, targets):
+    return (outputs.argmax(1) == targets).double().mean().item()
+
+
+def test_the_sum_of_an_epoch_and_the_best_score_go_on_after_a_resume(tmp_path):
+    (whole := tmp_path / "whole").mkdir()
+    (resumed := tmp_path / "resumed").mkdir()
+    means, best, names = counts_of_a_run(whole)
+    assert counts_of_a_run(resumed, stop=6) is None
+    (last,), again, _ = counts_of_a_run(resumed)
+    assert (len(means), names) == (2, ["bias", "weight"])
+    assert last == pytest.approx(means[1], rel=1e-6)
+    assert best == again > 0
 
 
 def evaluated():
