@@ -49,7 +49,7 @@ def test_two_paragraphs_say_what_was_checked_and_what_was_not() -> None:
     assert text.startswith("train.py: the same training (2 ranks, 3 steps compared)")
     assert "checked: initial state, updates, parameters, data, control, communication agrees as declared:" in text
     assert "gradients (with BatchNorm statistics of each rank's samples" in text
-    assert text.endswith("not checked: evaluation (none was seen)")
+    assert text.endswith("nothing to check: evaluation (none was seen)")
     assert "updates          identical" in shown(report, verbose=True)
 
 

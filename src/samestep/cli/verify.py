@@ -176,7 +176,8 @@ def _parser() -> Parser:
         metavar="S",
         type=some_seconds,
         default=HANG_TIMEOUT_S,
-        help="seconds in which no rank computes, reads or records anything until a run counts as hung (default: %(default)g)",
+        help="seconds in which no rank computes, reads or records anything until a run counts as hung "
+        "(default: %(default)g)",
     )
     add("--explain", metavar="CODE", help="print the page of a finding, or of an error")
     add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

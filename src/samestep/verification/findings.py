@@ -121,6 +121,8 @@ def unchecked(why: str) -> str:
 
 
 NONE_SEEN = unchecked("none was seen")
+NOTHING_SAVED = unchecked("nothing was saved")
+NOTHING_DRAWN = unchecked("the script draws nothing itself while it trains")
 NO_OUTCOME = unchecked("neither a sum nor a metric of it was seen, nor which samples it takes")
 NOT_REACHED = unchecked("not reached in the steps that were recorded; see --steps")
 

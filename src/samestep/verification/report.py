@@ -14,6 +14,8 @@ from samestep.verification.findings import (
     NO_OUTCOME,
     NONE_SEEN,
     NOT_REACHED,
+    NOTHING_DRAWN,
+    NOTHING_SAVED,
     PROPERTIES,
     REFUTED,
     Finding,
@@ -25,6 +27,7 @@ __all__ = ["Report"]
 
 _STEPS = {"gradients", "updates", "parameters", "pipeline"}  # outcomes of a step
 _WIDTH = 100
+_ABSENT = {NONE_SEEN, NOTHING_SAVED, NOTHING_DRAWN}  # what a script does not do
 _UNSEEN = unchecked("nothing of it was seen")
 _UNUSED = {"buffers": "buffers that an evaluation uses"}
 _AROUND = {"evaluation": "evaluated", "checkpoint": "saved or resumed"}  # what happens beside the training
@@ -235,12 +238,14 @@ def finding_lines(finding: Finding) -> list[str]:
 
 def _checked(report: Report) -> list[str]:
     """What was checked, what was not, and what was not reached, in a paragraph each."""
-    checked, allowed, unchecked, unreached = [], [], [], []
+    checked, allowed, absent, unchecked, unreached = [], [], [], [], []
     for name, state in _states(report):
         if state == "agrees as declared":
             allowed.append(f"{_label(name)} ({report.margins.get(name, 'as the script declares')})")
         elif state == NOT_REACHED:
             unreached.append(_label(name))
+        elif state in _ABSENT:
+            absent.append((name, state))
         elif state.startswith("not checked"):
             unchecked.append((name, state))
         elif state != "differs":
@@ -249,6 +254,7 @@ def _checked(report: Report) -> list[str]:
         "checked": ", ".join(checked),
         "agrees as declared": "; ".join(allowed),
         "not checked": _by_reason(unchecked),
+        "nothing to check": _by_reason(absent),
         f"not seen within {report.steps} steps": f"{', '.join(unreached)}; see --steps" if unreached else "",
     }
     return [_wrapped(f"{what}: {text}", "  ", "    ") for what, text in paragraphs.items() if text]
@@ -269,7 +275,11 @@ def _states(report: Report) -> list[tuple[str, str]]:
 
 def _with_margins(report: Report) -> list[tuple[str, str]]:
     margins = {name: f" ({margin})" for name, margin in report.margins.items()}
-    return [(name, state + margins.get(name, "")) for name, state in _states(report)]
+    return [(name, _stated(state) + margins.get(name, "")) for name, state in _states(report)]
+
+
+def _stated(state: str) -> str:
+    return state.replace("not checked", "nothing to check") if state in _ABSENT else state
 
 
 def _label(name: str) -> str:

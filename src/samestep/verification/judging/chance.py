@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from samestep.verification.findings import PROVED, Finding, unchecked
+from samestep.verification.findings import NOTHING_DRAWN, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.passes import are_loaded
 from samestep.verification.judging.record import Rank, Record, Run, beside_first, line_of, pass_of, place_of_draw
@@ -15,7 +15,6 @@ from samestep.verification.report import Report
 _NOISE = {f"torch.{name}" for name in ("rand", "randn", "normal", "bernoulli", "rand_like", "randn_like")}
 _NOISE |= {f"numpy.random.{name}" for name in ("rand", "randn", "normal", "random", "standard_normal", "uniform")}
 _NOISE |= {"torch.Tensor.normal_", "torch.Tensor.uniform_"}
-_NOTHING = "the script draws nothing itself while it trains"
 _BETWEEN = "what the script draws by itself it draws before a step's samples are there, and may be the samples"
 _FEWEST = 16  # numbers in a draw that cannot be equal by chance, and are no setting
 
@@ -37,7 +36,7 @@ def judge(record: Record, whole: Run, report: Report) -> None:
     report.add(_noise(record, within))
     is_seen = any(within) or any(rank.of("stream") for rank in record.ranks)
     is_before = not are_loaded(record) and any(drawn)
-    report.cover("random", PROVED if is_seen else unchecked(_BETWEEN if is_before else _NOTHING))
+    report.cover("random", PROVED if is_seen else unchecked(_BETWEEN) if is_before else NOTHING_DRAWN)
 
 
 def draw_for_all_rows(record: Record, whole: Run) -> bool:

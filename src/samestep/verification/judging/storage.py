@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from samestep.text import listed
-from samestep.verification.findings import AGREES, DECLARED, NOT_REACHED, PROVED, Finding, unchecked
+from samestep.verification.findings import AGREES, DECLARED, NOT_REACHED, NOTHING_SAVED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.resumed import same
@@ -48,7 +48,7 @@ def judge(record: Record, report: Report) -> None:
     elif saves:
         report.cover("checkpoint", unchecked(NOT_LOADED))
     else:
-        report.cover("checkpoint", NOT_REACHED if record.is_cut_short else unchecked("nothing was saved"))
+        report.cover("checkpoint", NOT_REACHED if record.is_cut_short else NOTHING_SAVED)
 
 
 def _without_buffers(record: Record) -> Iterator[Finding]:
