@@ -539,7 +539,7 @@ def as_collectives(made, operation, where):
     [
         ("SyncBatchNorm", "SyncBatchNorm", 'batchnorm="local"'),
         ("all_reduce", "the script's own calls", "async_op=True"),
-        (None, "the exchange of gradients", "two micro-batches"),
+        (None, "the exchange of gradients", "Steps of more samples"),
     ],
 )
 def test_whose_the_collectives_are_is_said_first_where_they_take_more_than_a_quarter(

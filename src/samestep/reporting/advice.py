@@ -56,11 +56,10 @@ def advice(analysis: RunAnalysis) -> list[Advice]:
 SLOWER = "waiting for slower ranks"
 CHANGES = {
     SYNC_BATCHNORM: (
-        "It exchanges statistics in every layer, forwards and backwards: larger batches for each rank do it less often "
-        'for the same samples, `samestep.replicate(…, batchnorm="local")` not at all, with statistics of each rank\'s '
-        "own batch, which is another training"
+        'It exchanges statistics in every layer, forwards and backwards; `samestep.replicate(…, batchnorm="local")` '
+        "does not, with statistics of each rank's own batch, which is another training"
     ),
-    "the exchange of gradients": "Larger batches for each rank, or two micro-batches a step, do it less often",
+    "the exchange of gradients": "Steps of more samples do it less often, and are another training",
     "the script's own calls": "Call them less often, or with `async_op=True`",
     "calls within libraries": "Look which library calls them in each step",
     SLOWER: "Look for what makes ranks slower than others",
@@ -191,7 +190,7 @@ def _exchange(analysis: RunAnalysis) -> Iterator[Advice]:
     )
     if overlap is not None and overlap.part is not None:
         text += f", though {format_percent(overlap.part)} of it passes beside the backward"
-    more = f"{text}. Larger batches for each rank, or two micro-batches a step, halve it for the same samples"
+    more = f"{text}. Steps of twice as many samples would halve it for an epoch, and are another training"
     yield Advice("accumulation", more, "half of the least that any rank waits", part / 2)
     if overlap is not None and overlap.buckets:
         text = 'Hide the exchange behind the backward (`samestep.replicate(…, buckets="auto")`)'
