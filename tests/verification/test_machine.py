@@ -178,6 +178,24 @@ def test_a_run_is_made_once_more_for_a_port_alone(
     assert said == ["run 1 of 3: again", "again: once more, for a port was taken"][:times]
 
 
+@pytest.mark.parametrize(("least", "is_told"), [(0.0, True), (60.0, False)])
+def test_a_long_recording_is_told_with_the_way_to_a_shorter_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: float, *, is_told: bool
+) -> None:
+    monkeypatch.setattr(runner, "_LONG_S", least)
+
+    class Recording(runner.Runner):
+        def _once(self, name: str, *_: object) -> Run:
+            return Run(Ended(code=0, hung=False, failure=None, folder=tmp_path), record())
+
+    said: list[str] = []
+    files = Files([], tmp_path)
+    script = Script(program="train.py")
+    Recording(script=script, ranks=2, folder=tmp_path, files=files, still_s=60.0, say=said.append).first(64, 2)
+    assert said[0] == "run 1 of 3: recording 2 ranks"
+    assert any("--steps K compares fewer steps" in line for line in said[1:]) is is_told
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_run_without_progress_is_a_hang_only_where_something_shows_what_is_waited_for(
     tmp_path: Path, *, is_known: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,7 @@ from samestep.launch.resources import visible_gpus
 from samestep.launch.start.fork import fork_blocker, read_source
 from samestep.launch.start.prefork_server import PreforkServer
 from samestep.rankenv import variable
+from samestep.text import format_duration
 from samestep.verification import machine, runs
 from samestep.verification.files import Files
 from samestep.verification.judging.record import Record, Run, read
@@ -23,6 +25,7 @@ from samestep.verification.judging.record import Record, Run, read
 _REPLAY = "samestep.verification.reference.replay:Replay"
 _RECORDER = "samestep.verification.recording.recorder:Recorder"
 
+_LONG_S = 60.0  # of a recording, after which it is said how to shorten the next runs
 _STILL_S = 10.0  # after which it is said that nothing moves, and again after as many seconds more
 _FREE_S = 20.0  # for a port that a run needs, and another program has: a training, or a run beside this one
 
@@ -106,7 +109,11 @@ class Runner:
         which = ", what all of them train" if self.left_out else ""
         name = f"recording {self.ranks} ranks{which}{whole}{values}{f' for {steps} steps' if goes_on else ''}"
         self._begin(name)
-        return self._run(name, self.ranks, _RECORDER, {"steps": steps, "passes": passes, "keep_all": keep_all}, None)
+        began = time.monotonic()
+        run = self._run(name, self.ranks, _RECORDER, {"steps": steps, "passes": passes, "keep_all": keep_all}, None)
+        if (taken := time.monotonic() - began) > _LONG_S:
+            self.say(f"it took {format_duration(taken)}, and so may each further run: --steps K compares fewer steps")
+        return run
 
     def alone(self, name: str, record: Record, ranks: list[int] | None = None, **order: Any) -> Run:
         """Runs it in one process on what `ranks` have used, by default all; `order` is for :class:`Replay`."""
