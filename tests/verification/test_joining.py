@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, UserDict
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from samestep.verification.recording import rows
 from samestep.verification.recording.adjusting import doubled
 from samestep.verification.recording.containers import mapped
 from samestep.verification.reference.joining import UnjoinableError, joined, permuted
-from samestep.verification.reference.norms import keep_whole
+from samestep.verification.reference.norms import keep_whole, slice_norms
 
 
 @dataclass
@@ -74,6 +74,30 @@ class Items(MutableMapping[str, Any]):
 class Pair(NamedTuple):
     x: torch.Tensor
     y: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        ([range(2), range(2, 4)], [[0, 1], [2, 3]]),
+        ([[0, 2], [1, 3]], [[0, 2], [1, 3]]),  # data[rank::2], of a script without a DataLoader
+        ([], [[0, 1, 2, 3]]),
+    ],
+)
+def test_batchnorm_has_the_statistics_of_each_rank_s_samples(rows: list[list[int]], parts: list[list[int]]) -> None:
+    class Norm(torch.nn.BatchNorm1d):
+        __module__ = "torch.nn.modules.batchnorm"
+
+    module = ModuleType("batchnorm")
+    module._BatchNorm = Norm  # type: ignore[attr-defined]
+    slice_norms(module, lambda: rows)
+    norm, plain = Norm(3), torch.nn.BatchNorm1d(3)
+    value = torch.arange(12.0).view(4, 3).square()
+    outputs = norm(value)
+    for places in parts:
+        assert torch.equal(outputs[places], torch.nn.BatchNorm1d(3)(value[places]))
+    plain(value[parts[0]])
+    assert torch.equal(norm.running_mean, plain.running_mean)  # rank 0's
 
 
 def test_tensors_are_joined_in_rank_order() -> None:

@@ -371,6 +371,26 @@ def test_the_line_that_calls_is_told_too(tmp_path: Path, last: int, *, is_told: 
     assert (", which is called at train.py:22 (shows at train.py:25)" in found.cause) is is_told
 
 
+@pytest.mark.parametrize("is_used", [True, False])
+def test_positions_of_a_rank_s_part_are_named_where_a_line_computes_of_them(tmp_path: Path, *, is_used: bool) -> None:
+    def lines(positions: list[int]) -> list[Any]:
+        angles = torch.tensor(positions).double() * 0.1
+        return [
+            ("train.py:3", "mul", torch.ones(2), {"at": 1, "of": []}),
+            ("train.py:5", "arange", torch.tensor(positions), {"grad": False, "at": 2, "of": []}),
+            (
+                "train.py:7",
+                "to",
+                torch.tensor(positions).double(),
+                {"grad": False, "at": 3, "of": [2] if is_used else []},
+            ),
+            ("train.py:7", "mul", angles, {"at": 4, "of": [3]}),
+        ]
+
+    found = located(tmp_path, [lines([0, 1]), lines([0, 1])], lines([0, 1, 2, 3]))
+    assert found.where == ("train.py:5" if is_used else "train.py:7")
+
+
 def test_comparisons_that_choose_a_rank_s_part_are_not_blamed_for_other_samples(tmp_path: Path) -> None:
     def lines(mask: list[bool], degrees: list[float]) -> list[Any]:
         return [

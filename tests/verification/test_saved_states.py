@@ -256,6 +256,28 @@ def test_a_stream_goes_on_behind_a_load_as_in_one_process(behind: str, code: str
     assert [one.code for one in found] == ([] if code is None else [code])
 
 
+@pytest.mark.parametrize(("behind", "code"), [("ef", None), ("bc", "samples-repeated")])
+def test_a_sampler_that_begins_behind_what_was_used_goes_on_as_in_one_process(behind: str, code: str | None) -> None:
+    """It skips by itself, and its indices do not tell whether in the unit in which they were counted."""
+
+    def batches(*rows: str) -> list[Event]:
+        events: list[Event] = []
+        for window, one in enumerate(rows):
+            number = int(window == 2)
+            name = {"key": f"train.py:10#{number}", "number": number}
+            about, batch, backward, *_ = passed([ord(row) for row in one], samples=8, window=window, **name)
+            events += [about] if window != 1 else []
+            events += [save(WHOLE, state=None), load(WHOLE)] if window == 2 else []
+            events += [{**batch, **name, "rows": [*one], "window": window}, {**backward, "window": window}]
+            events += [resumed(event=2)] if window == 2 else []
+        return events
+
+    steps = [one for i in range(3) for one in (step(i, "g"), stepped(i))]
+    ranks = [[*batches(*rows), *steps] for rows in (("a", "c", behind[0]), ("b", "d", behind[1]))]
+    found = list(judge_resumed(record(*ranks), lambda: record([*batches("ab", "cd", "ef"), *steps])))
+    assert [one.code for one in found] == ([] if code is None else [code])
+
+
 def test_behind_a_save_between_two_epochs_the_whole_next_one_is_used() -> None:
     first = passed([0, 1], samples=2)
     again = passed([1, 0], samples=2, number=1, window=1)

@@ -26,9 +26,9 @@ def main():
 """
 
 
-def found(tmp_path: Path, text: str, *passes: Event) -> str | None:
+def found(tmp_path: Path, text: str, *passes: Event, code: str = "samples-missing") -> str | None:
     (script := tmp_path / "train.py").write_text(text)
-    finding = Finding(code="samples-missing", where="train.py:30", cause="twice", fix=None)
+    finding = Finding(code=code, where="train.py:30", cause="twice", fix=None)
     where = of_samples(finding, record([*passes]), script).where
     return None if where is None or where == "train.py:30" else where.rpartition(":")[2]
 
@@ -50,6 +50,35 @@ def loader(dataset: str, sampler: str = "_InfiniteConstantSampler") -> Event:
 def test_the_line_of_a_stream_is_found(tmp_path: Path, split: str) -> None:
     text = STREAM.format(split=split, outside="others = data[rank::2]")
     assert found(tmp_path, text, loader("Stream")) == "6"
+
+
+SEEDED = """
+import random, torch, torch.distributed as dist
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        order = {order}
+        yield from islice(self.rows(order), self.rank, None, self.world)
+def main():
+    rank = dist.get_rank()
+    run_seed = 7 + rank
+    torch.manual_seed(run_seed)
+    stream = Stream(rows, seed={seed})
+"""
+
+
+@pytest.mark.parametrize(
+    ("order", "seed", "line"),
+    [
+        ("random.Random(self.seed + self.rank)", "7", "5"),
+        ("random.Random(self.seed)", "run_seed", "11"),
+        ("random.Random(self.seed)", "7 + dist.get_rank()", "11"),
+        ("random.Random(self.seed)", "7", "6"),  # where it is divided
+    ],
+)
+def test_the_line_that_seeds_each_rank_s_order_is_found(tmp_path: Path, order: str, seed: str, line: str) -> None:
+    text = SEEDED.format(order=order, seed=seed)
+    assert found(tmp_path, text, loader("Stream"), code="samples-repeated") == line
+    assert found(tmp_path, text, loader("Stream")) == "6"  # no other order makes samples be missing
 
 
 def test_outside_of_the_dataset_it_is_found_if_it_is_one_line(tmp_path: Path) -> None:

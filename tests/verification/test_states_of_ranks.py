@@ -200,6 +200,16 @@ def test_why_gradients_differ_is_told_by_what_came_before_the_step(events: list[
     assert finding.where == where
 
 
+@pytest.mark.parametrize(("gradients", "is_found"), [(("g", "h"), False), (("g", "g"), True)])
+def test_what_is_sent_behind_the_last_steps_is_not_known(gradients: tuple[str, str], *, is_found: bool) -> None:
+    """A server alone steps with the sum, and sends its parameters; what it does behind the last step is not seen."""
+    ranks = [
+        [step(0, gradient), stepped(0), step(1, last), stepped(1, last)]
+        for gradient, last in zip(gradients, "gh", strict=True)
+    ]
+    assert bool(findings(states, record(*ranks))) is is_found
+
+
 def test_parameters_that_an_average_leaves_out_are_told() -> None:
     first, other = (
         [call("train.py:26"), step(0, "g", gradients={"v": "same", "w": value}), stepped(0, value)] for value in "gh"

@@ -43,6 +43,29 @@ def test_parameters_that_one_process_has_not_stepped_yet_get_state_and_gradients
     assert (group["lr"], group["weight_decay"], group["betas"]) == (0.1, 0.5, (0.9, 0.999))
 
 
+def test_a_sparse_gradient_is_the_ranks_with_all_their_rows(tmp_path: Path) -> None:
+    """One process, given one rank's samples, has fewer rows than the ranks together."""
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(list(table.parameters()))
+    optimizers = Optimizers(TraceWriter(tmp_path, 0))
+    optimizers.add(optimizer, "train.py:10")
+    (name,) = optimizers.parameters(optimizer)
+    whole = torch.nn.Embedding(4, 2, sparse=True)
+    whole(torch.tensor([0, 1, 3])).sum().backward()
+    theirs = whole.weight.grad
+    assert theirs is not None
+    value_path(tmp_path, 0, 5).parent.mkdir(exist_ok=True)
+    torch.save({name: theirs}, value_path(tmp_path, 0, 5))
+    torch.save({"parameters": {}, "states": {}}, value_path(tmp_path, 0, 6))
+    taken = step(0, "g", kept=5, settings=[{}])
+    updated = {"kind": "updated", "event": 0, "kept": 6, "evaluations": 0}
+    table(torch.tensor([1])).sum().backward()
+    replay = UpdateReplay(Record(tmp_path, [Rank(0, [taken, updated])]), optimizers)
+    replay.before(optimizer, optimizers.parameters(optimizer), taken)
+    assert table.weight.grad is not None
+    assert torch.equal(table.weight.grad.to_dense(), theirs.to_dense())
+
+
 def test_states_of_two_optimizers_are_told_apart_by_number(tmp_path: Path) -> None:
     """A generator and a discriminator: each has a parameter of the same name."""
     optimizers = Optimizers(TraceWriter(tmp_path, 0))

@@ -109,6 +109,7 @@ class Lines:
         why = "the first result that is not as in one process is that of this line"
         if (before := self._made_before(line)) is not None:
             return located(finding, before, f"{why}, and {line.where} uses it")
+        line = self._integers_of(line, lines) or line
         if (called := self._called_at(line, finding.where)) is not None:
             why += f", which is called at {called}"
         if line.relation == "sum":
@@ -152,6 +153,23 @@ class Lines:
             if called is not None:
                 where, first, last = called
                 return where if where.rpartition(":")[0] == program and first <= int(number) <= last else None
+        return None
+
+    def _integers_of(self, line: Line, lines: Sequence[Line]) -> Line | None:
+        """The first line that makes integers, such as positions, which differ and of which a line computes."""
+        if line.place[0] != FORWARD:
+            return None
+        apart = {one.place: one for one in lines if one.relation is None and not one.is_counted}
+        for trace in _traces(self.ranks)[0]:
+            places = list(trace)
+            if line.place not in trace or not apart:
+                continue
+            wanted, found = set[int](trace[line.place].get("of", ())), None
+            for place in reversed(places[: places.index(line.place)]):
+                if trace[place]["at"] in wanted:
+                    found = apart.get(place, found)
+                    wanted |= {*trace[place].get("of", ())}
+            return found
         return None
 
     def _is_behind_rows(self, line: Line, where: str | None) -> bool:

@@ -36,15 +36,18 @@ def judge(record: Record, whole: Run, own_pace: Callable[[], Record], report: Re
     `own_pace` records one process at its own pace.
     """
     if report.coverage.get("gradients") in {AGREES, DECLARED} and whole.record.ranks:
-        report.add(_moved(record, whole) if whole.apart is None else ())
+        report.add(_moved(record, whole, own_pace) if whole.apart is None else ())
         report.add(_followed(record, whole, own_pace, report))
     carried = [one.step for one in report.errors if CARRIED in one.cause and one.step is not None]
     if carried and whole.apart is None:
-        report.add(_moved(record, whole, until=record.ranks[0].steps[carried[0]]["window"]))
+        report.add(_moved(record, whole, own_pace, until=record.ranks[0].steps[carried[0]]["window"]))
 
 
-def _moved(record: Record, whole: Run, until: float = math.inf) -> Iterator[Finding]:
-    """The first buffer that a step leaves otherwise; before the window `until`, which it has made wrong, also parts."""
+def _moved(record: Record, whole: Run, own_pace: Callable[[], Record], until: float = math.inf) -> Iterator[Finding]:
+    """The first buffer that a step leaves otherwise; before the window `until`, which it has made wrong, also parts.
+
+    One process at its own pace is asked, too: with the samples of the ranks it may have been given other draws.
+    """
     first = record.ranks[0]
     has_local_norms = any(start.get("local_norms") for start in first.of("start"))
     left_out = () if not has_local_norms and any(wrap.get("broadcasts") for wrap in first.of("wrap")) else STATISTICS
@@ -58,6 +61,9 @@ def _moved(record: Record, whole: Run, until: float = math.inf) -> Iterator[Find
             if not name.endswith(left_out) and name in theirs and numerics.differ(buffer, theirs[name]):
                 ends = [one[name] for one in after if name in one]
                 is_known = until < math.inf
+                again = _buffers(own_pace(), event["window"])
+                if again and name in again[0] and not numerics.differ(buffer, again[0][name]):
+                    continue
                 if is_known or not (are_apart and _are_parts(before[0][name], ends, theirs[name])):
                     yield _finding(record, event["window"] - 1, name)
                     return

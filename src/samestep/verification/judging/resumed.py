@@ -94,14 +94,18 @@ def _used(going: _Pass | None, usual: dict[str, int]) -> list[Event]:
 def judge(record: Record, own_pace: Callable[[], Record] | None = None) -> Iterator[Finding]:
     """Yields the first pass that begins at another place than where its training was saved.
 
-    Where samples have no index, one process at its own pace, `own_pace`, tells which of them a step uses.
+    Where samples have no index, or a sampler begins behind what it skips, one process at its own pace, `own_pace`,
+    tells which of them a step uses.
     """
+    behind = []
     for rank in record.ranks:
-        if found := next(filter(None, (_elsewhere(rank, one) for one in resumed(rank))), None):
+        behind += (passes := [*resumed(rank)])
+        if found := next(filter(None, (_elsewhere(rank, one) for one in passes)), None):
             yield found
             return
+    skips_unseen = any(one.used and not one.skipped and one.trained is not None for one in behind)
     is_unknown = all(batch["indices"] is None for rank in record.ranks for batch in rank.of("batch"))
-    if own_pace is not None and is_unknown and record.ranks and record.steps:
+    if own_pace is not None and (is_unknown or skips_unseen) and record.ranks and record.steps:
         yield from _others_behind(record, own_pace)
 
 

@@ -410,9 +410,12 @@ def _why_repeated(group: Sequence[Pass], identities: list[list[Any]]) -> tuple[s
             "split the stream by worker too: info = get_worker_info(); yield every (rank·workers + info.id)-th sample",
         )
     if first.indices is None:
+        are_equal = all({*theirs} == {*identities[0]} for theirs in identities)
         return (
-            "each rank yields the same samples: the stream is not split by rank",
-            "itertools.islice(samples, rank, None, world_size)",
+            "each rank yields the same samples: the stream is not split by rank"
+            if are_equal
+            else "the ranks' parts of the stream overlap: they are not parts of one order",
+            "itertools.islice(samples, rank, None, world_size), of samples in the same order on all ranks",
         )
     if (same := _same_rank(group)) is not None:
         return (

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from samestep.verification.findings import Finding
+from samestep.verification.journal import Event
 from samestep.verification.judging.causes import located
 from samestep.verification.judging.record import Record, line_of
 
 WHY = "the number of the rank chooses samples at this line"
+SEEDED = "the number of the rank seeds the order of the samples at this line"
 KEPT = "this line computes what decides which samples come, from values that each rank keeps for itself"
 _RANK = re.compile(r"_?(?:global_|my_)?rank(?:_id)?|process_index", re.IGNORECASE).fullmatch
 _CHOOSING = {
@@ -26,6 +28,7 @@ _CHOOSING = {
     *("take", "narrow", "split_dataset_by_node", "DistributedSampler"),
 }
 _OTHERWISE = re.compile(r"seed|generator|default_rng|Random$|print|device|init_process_group|open$|join$").search
+_SEEDS = re.compile(r"manual_seed|seed|default_rng|Random|RandomState|SeedSequence").fullmatch
 _STREAM = "_InfiniteConstantSampler"  # the sampler of a DataLoader over an IterableDataset
 
 
@@ -39,18 +42,28 @@ def of_samples(finding: Finding, record: Record, script: Path) -> Finding:
     own = [
         one for one in passes if finding.where in {one["where"], one["made"], one["sampler_made"], line_of(one["key"])}
     ]
-    classes = {name for one in own for name in (one["dataset"], one["sampler"], one["cut_by"]) if name is not None}
+    classes = _classes(own)
     is_anywhere = not passes or any(one["sampler"] == _STREAM for one in own)
     try:
         tree = ast.parse(script.read_text())
     except (OSError, SyntaxError, ValueError):
         return finding
     inside = [part for part in ast.walk(tree) if isinstance(part, ast.ClassDef) and part.name in classes]
+    seeds = sorted(
+        {line for part in inside for line in _seeds(part)} or {*_seeds_of(tree, classes or _classes(passes))}
+    )
+    if finding.code == "samples-repeated" and len(seeds) == 1:
+        return located(finding, f"{script}:{seeds[0]}", SEEDED)
     lines = sorted({line for part in inside for line in _lines(part)})
     lines = lines or (sorted(_lines(tree)) if is_anywhere else [])
     if not lines or lines[-1] - lines[0] >= len(lines):  # in several places
         return finding
     return located(finding, f"{script}:{lines[0]}", WHY)
+
+
+def _classes(passes: Sequence[Event]) -> set[str]:
+    """The classes of the datasets and the samplers of passes."""
+    return {name for one in passes for name in (one["dataset"], one["sampler"], one["cut_by"]) if name is not None}
 
 
 def of_kept(finding: Finding, script: Path) -> Finding:
@@ -99,6 +112,34 @@ def _made_of_attributes(method: ast.FunctionDef) -> Iterator[tuple[int, str]]:
             if is_made and (_attributes(part.value) or read & names):
                 for target in part.targets:
                     yield from ((part.lineno, name) for name in _attributes(target))
+
+
+def _seeds(tree: ast.AST) -> Iterator[int]:
+    """Yields the lines of a tree at which a generator is seeded by the number of the rank."""
+    for part in ast.walk(tree):
+        if isinstance(part, ast.Call) and _SEEDS(_name(part.func)) and _has_rank(part.args):
+            yield part.lineno
+
+
+def _seeds_of(tree: ast.AST, classes: set[str]) -> Iterator[int]:
+    """Yields the lines at which one of these classes is given a seed that the number of the rank is a part of."""
+    made = {
+        target.id
+        for part in ast.walk(tree)
+        if isinstance(part, ast.Assign) and _has_rank([part.value])
+        for target in part.targets
+        if isinstance(target, ast.Name) and "seed" in target.id
+    }
+    for part in ast.walk(tree):
+        if isinstance(part, ast.Call) and _name(part.func) in classes:
+            named = [one.value for one in part.keywords if one.arg is not None and "seed" in one.arg]
+            given = {one.id for arg in (*part.args, *named) for one in ast.walk(arg) if isinstance(one, ast.Name)}
+            if given & made or _has_rank(named):
+                yield part.lineno
+
+
+def _has_rank(parts: Iterable[ast.AST]) -> bool:
+    return any(_RANK(_name(one)) for part in parts for one in ast.walk(part))
 
 
 def _lines(tree: ast.AST, *, chooses: bool = False) -> Iterator[int]:

@@ -323,7 +323,8 @@ def _first_difference(record: Record) -> Iterator[Finding]:
             return
         bad = differing_ranks(events, "gradients")
         if bad is not None and not apart and not _healed(record, index):
-            if averaged is not None and averaged < index and index + soon >= record.steps:
+            is_averaged = record.is_averaged_within or (averaged is not None and averaged < index)
+            if is_averaged and index + soon >= record.steps:
                 return  # what would be averaged behind the last steps was not recorded
             yield of_gradients(record, index, *bad)
             return

@@ -34,6 +34,7 @@ class Inputs:
     ) -> None:
         self.evaluated: Callable[[], str | None] = lambda: None  # the evaluation whose data no DataLoader tells
         self.fed: Callable[[], int | None] = lambda: None  # the window whose batches a DataLoader tells, if of interest
+        self.on_rows: Callable[[list[str]], None] = lambda _: None  # is given the rows of what is trained on
         self.keeps: Callable[[], int | None] = lambda: None  # the window of which all numbers are kept, if one is
         self._untrained = untrained
         self._journal = journal
@@ -114,7 +115,10 @@ class Inputs:
         given = self._given([*args, *kwargs.values()]) if wanted or kept is not None else []
         numbers = sum(one.numel() for value in given for one in tensors_of(value)) if wanted else 0
         for kind, name, value in wanted if given else []:
-            self._journal.write(kind, **{name: value}, rows=row_digests(given), numbers=numbers)
+            rows = row_digests(given)
+            self._journal.write(kind, **{name: value}, rows=rows, numbers=numbers)
+            if kind == "input":
+                self.on_rows(rows)
         if kept is not None:
             self._journal.write("given", window=kept, kept=self._journal.keep(_numbers(given)))
 

@@ -36,7 +36,6 @@ _LEFT_OUT = _UNFILLED | {
     "requires_grad_",
     "backward",
     "__repr__",
-    "to",
 }
 
 

@@ -16,22 +16,25 @@ from samestep.instrument.patch import patch
 _WHOLE = "samestep_is_synchronised"
 
 
-def slice_norms(module: ModuleType, sizes: Callable[[], list[int]]) -> None:
-    """Changes torch's BatchNorm, and no class derived from it; `sizes` returns each rank's samples in the batch."""
+def slice_norms(module: ModuleType, rows: Callable[[], list[Sequence[int]]]) -> None:
+    """Changes torch's BatchNorm, and no class derived from it; `rows` returns the places of each rank's samples."""
 
     @patch(module._BatchNorm, "forward", compiled=True)  # noqa: SLF001
     def forward(original: Any, self: Any, value: Any) -> Any:
-        parts = sizes()
-        total = sum(parts)
+        parts = rows()
+        total = sum(map(len, parts))
         own = type(self).__module__.startswith("torch.nn.modules.batchnorm") and not hasattr(self, _WHOLE)
         if not (self.training and own and len(parts) > 1 and total and value.shape[0] % total == 0):
             return original(self, value)
         import torch
 
         each = value.shape[0] // total
-        slices = value.split([size * each for size in parts])
-        first = original(self, slices[0])  # rank 0's statistics are those that DistributedDataParallel keeps
-        return torch.cat([first, *(_without_statistics(self, one) for one in slices[1:])])
+        places = [
+            torch.tensor([row * each + i for row in one for i in range(each)], device=value.device) for one in parts
+        ]
+        first = original(self, value[places[0]])  # rank 0's statistics are those that DistributedDataParallel keeps
+        others = (_without_statistics(self, value[one]) for one in places[1:])
+        return torch.cat([first, *others])[torch.cat(places).argsort()]
 
 
 def _without_statistics(norm: Any, value: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from pickle import UnpicklingError
@@ -82,7 +82,9 @@ class Replay(ScriptObserver):
         if self.record.is_by_hand:
             on_import("torch.nn.modules.module", self._watch_models)
         self._are_local = next((event["norms"] for event in first.of("start") if event.get("norms")), [True])
-        on_import("torch.nn.modules.batchnorm", lambda module: slice_norms(module, lambda: self.sizes))
+        self._rows: list[Sequence[int]] = []  # places of each rank's samples, where no DataLoader yields them
+        self.inputs.on_rows = self._note_rows
+        on_import("torch.nn.modules.batchnorm", lambda module: slice_norms(module, self._rows_of_ranks))
 
     def _training_passes(self) -> dict[tuple[str, int], list[list[Event]]]:
         """Key and number of a pass -> the chosen ranks' batches."""
@@ -174,6 +176,21 @@ class Replay(ScriptObserver):
             self._used = 0
         self._loaded.append(sizes)
         self._use_sizes()
+
+    def _rows_of_ranks(self) -> list[Sequence[int]]:
+        """The places of each rank's samples in what the models get."""
+        starts = [sum(self.sizes[:rank]) for rank in range(len(self.sizes))]
+        return [range(start, start + size) for start, size in zip(starts, self.sizes, strict=True)] or self._rows
+
+    def _note_rows(self, rows: list[str]) -> None:
+        """Finds the samples that models get among the ranks' of this window; each must be of one rank alone."""
+        inputs = [rank.in_window(self.window, "input") for rank in self.record.ranks if rank.number in self._ranks]
+        ranks = [{row for event in events for row in event["rows"]} for events in inputs]
+        of_each = [[place for place, row in enumerate(rows) if row in theirs] for theirs in ranks]
+        are_known = sorted(place for one in of_each for place in one) == [*range(len(rows))]
+        self._rows = [*of_each] if are_known else []
+        if len(self._rows) > 1 and not all(self._are_local):
+            keep_whole([norm for norms in batch_norms() for norm in norms], self._are_local)
 
     def _use_sizes(self) -> None:
         if self._is_over and self._used >= len(self._loaded):

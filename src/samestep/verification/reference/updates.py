@@ -64,8 +64,8 @@ class UpdateReplay:
                     parameter.grad = None
                 elif value is None:
                     continue
-                elif own is None and parameter.shape == value.shape and _is_plain(parameter):
-                    parameter.grad = value.to(parameter.dtype)
+                elif _is_plain(parameter) and parameter.shape == value.shape and (own is None or own.is_sparse):
+                    parameter.grad = value.to(parameter.dtype)  # of a sparse one `.data` would be changed alone
                 elif own is not None and own.shape == value.shape and own.layout == value.layout:
                     own.copy_(value)
 
