@@ -57,6 +57,12 @@ def test_a_rank_that_other_programs_leave_no_core_has_not_hung(tmp_path: Path) -
             process.communicate()
 
 
+def test_no_run_rounds_the_factors_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a script sets: cuBLAS and cuDNN read this when they are loaded. Seen on an H100."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert runs.shared_variables(1) == {"OMP_NUM_THREADS": "3", "NVIDIA_TF32_OVERRIDE": "0"}
+
+
 def test_a_rank_that_reads_from_a_disk_has_not_hung() -> None:
     assert runs._Signs(100, 7.0, reads=True).moved_since(runs._Signs(100, 7.0), 50.0)
 

@@ -66,6 +66,23 @@ def test_a_sparse_gradient_is_the_ranks_with_all_their_rows(tmp_path: Path) -> N
     assert torch.equal(table.weight.grad.to_dense(), theirs.to_dense())
 
 
+def test_ranks_are_replicas_while_one_of_two_optimizers_has_not_stepped_yet(tmp_path: Path) -> None:
+    """State of a part of one optimizer's parameters tells that the ranks divide it."""
+    optimizers = Optimizers(TraceWriter(tmp_path, 0))
+    made = []
+    for _ in range(2):
+        model = torch.nn.Linear(2, 1)
+        made.append(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        optimizers.add(made[-1], "train.py:10")
+        model(torch.ones(2)).sum().backward()
+    made[0].step()
+    assert optimizers.are_replicas
+    made[1].step()
+    assert optimizers.are_replicas
+    made[1].state.popitem()
+    assert not optimizers.are_replicas
+
+
 def test_states_of_two_optimizers_are_told_apart_by_number(tmp_path: Path) -> None:
     """A generator and a discriminator: each has a parameter of the same name."""
     optimizers = Optimizers(TraceWriter(tmp_path, 0))

@@ -110,8 +110,12 @@ def run(
 
 
 def shared_variables(threads: int) -> dict[str, str]:
-    """Returns the variables that all runs have in common: sums depend on the number of threads."""
-    return {"OMP_NUM_THREADS": variable("OMP_NUM_THREADS") or str(threads)}
+    """Returns the variables that all runs have in common: sums depend on the number of threads, and TF32 is off.
+
+    TF32 rounds the factors of a product to 10 bits, on GPUs and whatever a script sets (NVIDIA_TF32_OVERRIDE, cuBLAS).
+    """
+    threads_of_one = variable("OMP_NUM_THREADS") or str(threads)
+    return {"OMP_NUM_THREADS": threads_of_one, "NVIDIA_TF32_OVERRIDE": "0"}
 
 
 def _start(

@@ -446,7 +446,7 @@ def _conclude_on_data(record: Record, whole: Record, own_pace: Callable[[], Reco
 def _remarks(ended: runs.Ended, report: Report, loaded: Sequence[str] = ()) -> list[str]:
     bits = any(remark.startswith("as ") for remark in report.remarks) or report.coverage.get("pipeline") == PROVED
     but = " but those compared bit for bit" if bits else ""
-    remarks = [f"dropout and autocast were off in all runs{but}"]
+    remarks = [f"dropout and reduced precision (autocast, TF32) were off in all runs{but}"]
     if ended.hung:
         remarks += [
             f"rank {rank} stands at {place}" for rank, place in sorted(runs.stack_positions(ended.folder).items())

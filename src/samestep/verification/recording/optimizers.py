@@ -251,9 +251,13 @@ class Optimizers:
         """Whether this rank has all that others have: no parameter is cut, no optimizer holds a part of a model."""
         if self.holds_parts:
             return False
-        held = {id(parameter) for parameter in self._every_parameter()}
-        states = [id(parameter) for optimizer in self.all for parameter in optimizer.state]
-        return not any(self.beside(optimizer) for optimizer in self.all) and (not states or held <= set(states))
+        return not any(self.beside(optimizer) or _has_state_of_some(optimizer) for optimizer in self.all)
+
+
+def _has_state_of_some(optimizer: Any) -> bool:
+    """Whether an optimizer that has stepped holds state of some of its parameters alone."""
+    states = {id(parameter) for parameter in optimizer.state}
+    return bool(states) and any(id(parameter) not in states for parameter in of_optimizer(optimizer))
 
 
 def rates_of(optimizer: Any) -> list[float]:

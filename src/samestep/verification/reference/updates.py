@@ -65,7 +65,7 @@ class UpdateReplay:
                 elif value is None:
                     continue
                 elif _is_plain(parameter) and parameter.shape == value.shape and (own is None or own.is_sparse):
-                    parameter.grad = value.to(parameter.dtype)  # of a sparse one `.data` would be changed alone
+                    parameter.grad = value.to(parameter)  # of a sparse one `.data` would be changed alone
                 elif own is not None and own.shape == value.shape and own.layout == value.layout:
                     own.copy_(value)
 
