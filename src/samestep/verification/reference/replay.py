@@ -183,11 +183,11 @@ class Replay(ScriptObserver):
         return [range(start, start + size) for start, size in zip(starts, self.sizes, strict=True)] or self._rows
 
     def _note_rows(self, rows: list[str]) -> None:
-        """Finds the samples that models get among the ranks' of this window; each must be of one rank alone."""
+        """Finds the samples that models get among the ranks' of this window; each is of one rank, and none has none."""
         inputs = [rank.in_window(self.window, "input") for rank in self.record.ranks if rank.number in self._ranks]
         ranks = [{row for event in events for row in event["rows"]} for events in inputs]
         of_each = [[place for place, row in enumerate(rows) if row in theirs] for theirs in ranks]
-        are_known = sorted(place for one in of_each for place in one) == [*range(len(rows))]
+        are_known = all(of_each) and sorted(place for one in of_each for place in one) == [*range(len(rows))]
         self._rows = [*of_each] if are_known else []
         if len(self._rows) > 1 and not all(self._are_local):
             keep_whole([norm for norms in batch_norms() for norm in norms], self._are_local)
