@@ -546,6 +546,21 @@ seen = state["seen"]
 train(9)
 dist.destroy_process_group()
 """,
+    # plain BatchNorm of each rank's samples, which are every other one of the batch
+    "normalised": BEGIN
+    + """
+data = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch))
+    for part in order.split(12):
+        x = data[part[rank::size]]
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+dist.destroy_process_group()
+""",
     # as nanoGPT: the next batch is drawn between forward and backward, micro-batches are divided among the ranks
     "ahead": BEGIN
     + """
@@ -587,6 +602,12 @@ def test_a_script_that_draws_its_samples_is_the_same(reports: Lazily[Report], na
     """Alone, the script "ahead" gets what each rank has drawn, one rank after the other."""
     reports[name].require_same()
     assert reports[name].coverage["gradients"] == ("agrees" if name.startswith("ahead") else "agrees as declared")
+
+
+def test_batchnorm_of_each_rank_s_samples_is_declared_without_a_loader_too(reports: Lazily[Report]) -> None:
+    reports["normalised"].require_same()
+    assert reports["normalised"].coverage["gradients"] == "agrees as declared"
+    assert "BatchNorm statistics of each rank's samples" in reports["normalised"].margins["gradients"]
 
 
 def test_a_script_that_draws_the_same_samples_on_all_ranks_is_not(reports: Lazily[Report]) -> None:
