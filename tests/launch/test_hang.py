@@ -146,3 +146,6 @@ def test_a_frozen_rank_is_told_how_to_let_it_go_on() -> None:
     assert describe_hang(found, pulses, {})[1] == (
         "    rank 1 frozen, process 71: kill -CONT 71 lets it go on  (after step 30)"
     )
+    assert describe_hang(found, pulses, {}, {0: "node1", 1: "node2"})[1] == (
+        "    rank 1 frozen, process 71 on node2: kill -CONT 71 on node2 lets it go on  (after step 30)"
+    )

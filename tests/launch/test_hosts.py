@@ -152,7 +152,9 @@ def test_a_host_that_is_lost_is_named_and_the_run_stops(on_hosts, folder, lab):
     code, _, err = finish(process)
     assert in_time(time.monotonic() - lost_at, 5)
     assert (code, folder.result["failure"]["host"]) == (1, "node2")
-    assert "host node2 is lost: its agent has ended, or the connection to it" in err
+    assert "error: host node2 is lost: its agent has ended, or the connection to it" in err
+    assert "process 0" not in err
+    assert "--lost-host wait waits for it" in err
     wait_until_gone(running)
 
 
@@ -180,7 +182,7 @@ def test_a_restart_goes_on_with_the_hosts_that_are_left(on_hosts, folder, lab):
     code, _, err = finish(process)
     assert code == 0, err
     assert float((folder.path / "alone").read_text()) - lost_at < 10
-    assert "restart 1 of 1: the rank starts again" in err
+    assert "restart 1 of 1: the rank starts again, 2 before" in err
 
 
 def refused(process, started_at=None):

@@ -119,6 +119,10 @@ def explain_gloo_abort(result: RunResult, logs: Path) -> RunResult:
     return replace(result, root_cause=replace(failure, kind="different_collectives", message=message))
 
 
+_LOST_HOST = (
+    "    `samestep doctor --hosts …` tells if it answers; a run with --restarts K --lost-host wait waits for it"
+)
+
 # --- in words -------------------------------------------------------------------------------------
 
 
@@ -162,7 +166,8 @@ def _cause(result: RunResult, logs: Path | None) -> list[str]:
     if failure.where is not None:
         lines.append(f"    at {failure.line}")
     positions = [] if failure.exception == "Hang" else _position_lines(result)
-    return [*lines, f"    {_particulars(failure, result)}", *positions]
+    hint = [_LOST_HOST] if failure.kind == "lost_host" else []
+    return [*lines, f"    {_particulars(failure, result)}", *positions, *hint]
 
 
 def _position_lines(result: RunResult) -> list[str]:
@@ -188,6 +193,8 @@ def _end_of(log: Path) -> str:
 def _headline(failure: FailureRecord, result: RunResult) -> str:
     if failure.usage:
         return failure.message
+    if failure.kind == "lost_host":
+        return failure.message
     who = f"rank {failure.rank} of {result.size}"
     if result.size > 1 and len(result.same_failure) == result.size:
         who = f"all {result.size} ranks"
@@ -210,7 +217,8 @@ def _particulars(failure: FailureRecord, result: RunResult) -> str:
     code = f"exit code {result.exit_code}"
     if failure.kind == "early_exit":
         code = f"exit code 0, and {result.exit_code} of the run"
-    text = f"rank {failure.rank}, host {failure.host}, process {failure.pid}, {code}"
+    who = f"rank {failure.rank}, host {failure.host}, process {failure.pid}, "
+    text = code if failure.kind == "lost_host" else f"{who}{code}"
     if result.steps_of_cause:
         text += f", after {plural(result.steps_of_cause, 'step')}"
     others = [rank for rank in result.same_failure if rank != failure.rank]

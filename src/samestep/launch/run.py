@@ -175,9 +175,10 @@ def launch(spec: RunSpec, controller: Controller, replacement: Replacement | Non
         restarts += 1
         say(cause, plain=True)
         _note_writer(spec, restarts)("restart", 0, cause, culprits)
-        spec = replace(spec, parts=found.parts)
+        before, spec = spec.size, replace(spec, parts=found.parts)
         everybody = "the rank starts" if spec.size == 1 else f"all {spec.size} ranks start"
-        say(f"restart {restarts} of {spec.restarts}: {everybody} again")
+        fewer = "" if spec.size == before else f", {before} before"
+        say(f"restart {restarts} of {spec.restarts}: {everybody} again{fewer}")
         result = _attempt(controller, spec, restarts)
     with contextlib.suppress(OSError):
         _write_record(spec, began, result, restarts)

@@ -127,14 +127,19 @@ def _hang(kind: Kind, ranks: Sequence[RankHeartbeat], since: float, *, certain: 
     return Hang(kind=kind, culprits=culprits, since_progress=since, certain=certain)
 
 
-def describe_hang(hang: Hang, ranks: Mapping[int, RankHeartbeat], positions: Mapping[int, str]) -> list[str]:
-    """Returns the report: which ranks are stuck, where, and what the others wait in; `positions` are their lines."""
+def describe_hang(
+    hang: Hang, ranks: Mapping[int, RankHeartbeat], positions: Mapping[int, str], hosts: Mapping[int, str] | None = None
+) -> list[str]:
+    """Returns the report: which ranks are stuck, where, and what the others wait in.
+
+    `positions` are their lines; `hosts` are their hosts, where there are several.
+    """
     lines = [f"no progress for {hang.since_progress:.0f} s: {_headline(hang, ranks)}"]
     silent = [ranks[rank] for rank in hang.culprits if hang.kind == "call" and not ranks[rank].serving]
     answers = [each.rank for each in silent if each.callee < 0]
     groups: dict[str, list[int]] = {}
     for rank in (*hang.culprits, *(rank for rank in sorted(ranks) if rank not in hang.culprits)):
-        groups.setdefault(_doing(ranks[rank], positions.get(rank)), []).append(rank)
+        groups.setdefault(_doing(ranks[rank], positions.get(rank), (hosts or {}).get(rank)), []).append(rank)
     lines += [f"    {rank_list(members)} {doing}" for doing, members in groups.items()]
     if answers:
         lines.append(f"    {rank_list(answers)}: the function has returned a future that is not complete yet")
@@ -161,11 +166,12 @@ def _headline(hang: Hang, ranks: Mapping[int, RankHeartbeat]) -> str:
     }[hang.kind]
 
 
-def _doing(rank: RankHeartbeat, position: str | None) -> str:
+def _doing(rank: RankHeartbeat, position: str | None, host: str | None) -> str:
     place = "" if position is None else f" at {position}"
     step = f"  (after step {rank.step})" if rank.step else ""
     if rank.state in FROZEN:
-        return f"frozen, process {rank.pid}: kill -CONT {rank.pid} lets it go on{step}"
+        there = "" if host is None else f" on {host}"
+        return f"frozen, process {rank.pid}{there}: kill -CONT {rank.pid}{there} lets it go on{step}"
     if rank.operation:
         number = "" if rank.operation == BACKWARD else f", collective {rank.entered}"
         return f"in {rank.operation}{number}{place or (f' at {rank.site}' if rank.site else '')}{step}"

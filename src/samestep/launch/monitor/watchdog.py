@@ -159,7 +159,7 @@ class Watchdog:
             self._forget_hang()  # it has progressed in the meantime
             return
         self._reported = True
-        lines = describe_hang(hang, known, self.positions)
+        lines = describe_hang(hang, known, self.positions, self._hosts if self.machines > 1 else None)
         lines += [f"    {line}" for line in recorder_lines(self._recorded(known))]
         stops = hang.certain if self.on_hang == "auto" else self.on_hang == "stop" and not hang.early
         lines.append(f"    all Python stacks: {self.logs}/rank*.stacks")
