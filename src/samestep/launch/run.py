@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep._version import __version__
+from samestep.errors import SamestepError
 from samestep.events import EventFile
 from samestep.fake_gpus import VARIABLE
 from samestep.files import make_private, open_private, write_private
@@ -26,6 +27,7 @@ from samestep.launch.monitor.watchdog import Note, OnHang
 from samestep.launch.output.console import Console, say
 from samestep.launch.rank.bootstrap import RankTask
 from samestep.launch.rank.environment import RankLayout, RankPlace, rank_places, rank_variables, threads_per_rank
+from samestep.launch.rank.failure import lost_host
 from samestep.launch.result import RunResult, explain_gloo_abort, summary_lines
 from samestep.launch.supervisor import DEFAULT_GRACE_S
 from samestep.paths import RunDirectory, rank_file
@@ -219,7 +221,7 @@ def _note_writer(spec: RunSpec, attempt: int) -> Note:
 
 
 def _prepare(spec: RunSpec, controller: Controller) -> RunResult | None:
-    """Lets all hosts import what their ranks need; returns the result where a signal has broken that off."""
+    """Lets all hosts import what ranks need; returns the result where a signal, or a lost host, breaks that off."""
     try:
         with controller.between_attempts():
             for note in controller.prepare(spec.jobs()):
@@ -227,6 +229,20 @@ def _prepare(spec: RunSpec, controller: Controller) -> RunResult | None:
     except Interruption as interruption:
         number = interruption.args[0]
         return RunResult(exit_code=128 + number, size=spec.size, interrupted=number)
+    except SamestepError:
+        if (result := _without_a_host(controller, spec.size)) is None:
+            raise
+        return result
+    return None
+
+
+def _without_a_host(controller: Controller, size: int) -> RunResult | None:
+    """Returns the result of a run that loses a host before its ranks begin; None where all hosts are there."""
+    first = 0  # rank of a host
+    for host in controller.hosts:
+        if host.gone:
+            return RunResult(exit_code=1, size=size, root_cause=lost_host(first, host.host, host.fault))
+        first += host.count
     return None
 
 
@@ -245,7 +261,13 @@ def _next_hosts(spec: RunSpec, controller: Controller, replacement: Replacement 
 
 
 def _attempt(controller: Controller, spec: RunSpec, number: int) -> RunResult:
-    jobs = spec.jobs(spec.layout(controller.bind(spec.parts[0].address), number))
+    try:
+        port = controller.bind(spec.parts[0].address)
+    except SamestepError:
+        if (result := _without_a_host(controller, spec.size)) is None:
+            raise
+        return result
+    jobs = spec.jobs(spec.layout(port, number))
     logs = spec.logs(number)
     console = Console(logs, jobs[0].drawn)
     try:
