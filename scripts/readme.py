@@ -33,7 +33,7 @@ STYLES = (  # how a terminal's line looks, by what it begins with
     (r".*: the same training \(.*", "bold green"),
     (r".*: a different training.*", "bold red"),
     (r"      fix: .*", "green"),
-    (r"  (not )?checked: .*|    \S.*", "bright_black"),
+    (r"  (not |nothing to )?check(ed)?: .*|    \S.*", "bright_black"),
 )
 SVG = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
