@@ -107,7 +107,7 @@ def test_a_host_that_nobody_knows_is_named_and_the_others_are_looked_at(tmp_path
     assert code == 1
     (line,) = about(lines, "host")
     assert line["host"] == "nowhere"
-    assert line["text"].startswith("host nowhere: its name is unknown")
+    assert line["text"].startswith("its name is unknown")
     assert about(lines, "between hosts")[0]["text"] == "not measured, for want of nowhere"
     assert about(lines, "disk speed")[0]["host"] == "node1"
     assert "training would fail: 2 errors" in shown

@@ -78,6 +78,7 @@ def _each(named: HostList) -> Iterator[Finding]:
         found = _parsed(answer.out)
         if found is None:
             text = explain(host, named.via, answer.code, "\n".join(answer.err), named.python)
+            text = text.removeprefix(f"host {host}: ")  # which the finding names itself
             fix = f"ssh {named.ssh_args} {shlex.quote(host)} true".replace("  ", " ")
             yield Finding("host", "error", text, "no rank can be started there", fix, host)
         else:
