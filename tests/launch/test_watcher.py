@@ -255,7 +255,7 @@ def test_a_rank_whose_threads_are_busy_writes_its_stacks_itself_as_often_as_aske
             child.kill()
     assert [line.partition(" 0x")[0] for line in text.splitlines() if " 0x" in line] == ["Main thread", "Thread"]
     assert '  File "<string>", line 12 in <module>\n\nThread' in text
-    assert place_in(text.replace("<string>", "train.py"))[0] in {"train.py:7", "train.py:8"}
+    assert place_in(text.replace("<string>", "train.py"))[0] in {f"train.py:{line}" for line in (6, 7, 8)}  # of parse
 
 
 @pytest.mark.parametrize("leaving", [False, True])

@@ -373,7 +373,7 @@ def test_buffers_that_each_rank_keeps_a_part_of_are_no_difference(
         report = Report(ranks=2)
         record.ranks[0].events.extend([step(1, "g", window=2), step(2, "g", window=2)])
         report.add([Finding(code="gradient-differs", step=1, cause=f"{CARRIED}, and each rank carries its own")])
-    moved.judge(record, whole, lambda: record, report)
+    moved.judge(record, whole, lambda: whole.record, report)
     assert bool([one for one in report.errors if one.code == "buffers-diverged"]) == found[carries]
 
 
@@ -399,7 +399,7 @@ def test_running_statistics_of_a_normalisation_of_its_own_are_compared_where_ran
     ended = Ended(code=0, hung=False, failure=None, folder=tmp_path)
     whole = Run(ended, Record(tmp_path, [Rank(0, [{"kind": "moved", "window": 1, "kept": 2}])]))
     report = Report(ranks=2, coverage={"gradients": "agrees"})
-    moved.judge(record, whole, lambda: record, report)
+    moved.judge(record, whole, lambda: whole.record, report)
     assert bool(report.errors) == (broadcasts and not local_norms)
 
 
@@ -438,7 +438,10 @@ def test_a_buffer_that_a_step_leaves_otherwise_than_in_one_process_is_found(
     ended = Ended(code=0, hung=False, failure=None, folder=alone)
     whole = Run(ended, Record(alone, [Rank(0, [{"kind": "moved", "window": 1, "kept": 1}])]))
     report = Report(ranks=2, coverage={"gradients": gradients})
-    moved.judge(record, whole, lambda: record, report)
+    moved.judge(record, whole, lambda: whole.record, report)
+    at_own_pace = Report(ranks=2, coverage={"gradients": gradients})
+    moved.judge(record, whole, lambda: record, at_own_pace)  # which has been given no other draws
+    assert at_own_pace.errors == []
     assert [(one.code, one.step, one.tensor, one.where) for one in report.errors] == (
         [("buffers-diverged", 0, name, "train.py:25")] if is_found else []
     )
