@@ -157,9 +157,9 @@ class Lines:
 
     def _integers_of(self, line: Line, lines: Sequence[Line]) -> Line | None:
         """The first line that makes integers, such as positions, which differ and of which a line computes."""
-        if line.place[0] != FORWARD:
+        if line.place[0] != FORWARD or line.relation is not None:
             return None
-        apart = {one.place: one for one in lines if one.relation is None and not one.is_counted}
+        apart = {one.place: one for one in lines if one.relation is None and not (one.is_counted or one.is_mask)}
         for trace in _traces(self.ranks)[0]:
             places = list(trace)
             if line.place not in trace or not apart:
