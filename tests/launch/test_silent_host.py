@@ -48,13 +48,17 @@ def test_a_host_that_imports_for_long_is_not_lost(start, folder):
     assert sorted(out.splitlines()) == ["[rank 0] 2", "[rank 1] 2"]
 
 
+def cut_off_while_it_imports(lab, folder):
+    while not (folder.path / "importing").exists():
+        time.sleep(0.02)  # the test's own deadline ends this
+    lab.partition("node2")
+
+
 @pytest.mark.prove
 def test_a_host_that_is_cut_off_while_it_imports_is_lost(lab, start, folder):
     process = start(600)
-    while not (folder.path / "importing").exists():
-        time.sleep(0.02)  # the test's own deadline ends this
+    cut_off_while_it_imports(lab, folder)
     cut_at = time.monotonic()
-    lab.partition("node2")
     code, _, err = finish(process)
     assert in_time(time.monotonic() - cut_at, SILENCE + 5)
     assert code == 1
@@ -65,9 +69,7 @@ def test_a_host_that_is_cut_off_while_it_imports_is_lost(lab, start, folder):
 @pytest.mark.prove
 def test_a_run_that_loses_a_host_before_its_ranks_begin_goes_on_with_the_others(lab, start, folder):
     process = start(600, "--restarts", 1, "--lost-host", "continue")
-    while not (folder.path / "importing").exists():
-        time.sleep(0.02)  # the test's own deadline ends this
-    lab.partition("node2")
+    cut_off_while_it_imports(lab, folder)
     code, out, err = finish(process)
     assert code == 0, err
     assert "restart 1 of 1: the rank starts again, 2 before" in err

@@ -68,6 +68,16 @@ def test_a_gradient_of_a_shared_parameter_that_is_not_added_up_is_found(
     assert [(one.code, one.rank, one.tensor, one.factor) for one in report.errors] == found
 
 
+@pytest.mark.parametrize(("size", "is_same"), [(1e-9, True), (1e-3, False)])
+def test_a_gradient_that_is_rounding_beside_the_whole_one_may_have_any_norm(size: float, *, is_same: bool) -> None:
+    """A bias before a softmax over the same dim has no gradient but rounding."""
+    report = Report(ranks=2)
+    both = parts(run("abc", times={"a": 2 * size}), run("def"), alone=run(NAMES, times={"a": size}))
+    assert Parts(*both).cover(report) is is_same
+    Parts(*both).find_apart(report)
+    assert [one.tensor for one in report.errors] == ([] if is_same else ["a"])
+
+
 def test_what_no_optimizer_of_torch_steps_is_not_called_the_same() -> None:
     """A table that the script's own code steps has no norm in the record of a step, as a sparse gradient has none."""
     ranks = [run("abc"), run("def")]

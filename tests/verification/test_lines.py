@@ -391,6 +391,23 @@ def test_positions_of_a_rank_s_part_are_named_where_a_line_computes_of_them(tmp_
     assert found.where == ("train.py:5" if is_used else "train.py:7")
 
 
+@pytest.mark.parametrize(("at", "of", "where"), [(7, [], "train.py:9"), (7, [7], "train.py:2"), (3, [], "train.py:2")])
+def test_a_total_from_before_that_no_line_uses_is_not_to_blame(
+    tmp_path: Path, at: int, of: list[int], where: str
+) -> None:
+    """The sum of an epoch's losses is added up over the ranks between two steps, of which it is no part."""
+
+    def lines(total: float, value: Tensor) -> list[Any]:
+        return [
+            ("train.py:1", "mul", torch.ones(2), {"at": 3, "of": [], "new": True}),
+            ("train.py:2", "all_reduce", torch.tensor(total), {"grad": False, "at": at, "new": False}),
+            ("train.py:9", "mul", value, {"at": 4, "of": of, "new": True}),
+        ]
+
+    found = located(tmp_path, [lines(5.0, A[0]), lines(5.0, B[0])], lines(9.0, 9 * A[0]))
+    assert found.where == where
+
+
 def test_comparisons_that_choose_a_rank_s_part_are_not_blamed_for_other_samples(tmp_path: Path) -> None:
     def lines(mask: list[bool], degrees: list[float]) -> list[Any]:
         return [

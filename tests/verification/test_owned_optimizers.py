@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from journals import Event, record, step
+from journals import Event, ended, record, step
 from lazily import Lazily
 
 import samestep
@@ -101,6 +101,13 @@ def test_each_optimizer_of_a_rank_has_one_of_its_own_in_one_process(
     first: list[Event], second: list[Event], alone: list[Event], number: int
 ) -> None:
     assert owned.count(record(first, second), record(alone)) == number
+
+
+def test_each_takes_as_many_steps_as_in_one_process_unless_the_recording_was_cut() -> None:
+    """Clients that take three steps in each round, and one process two: all that both have agree."""
+    more = [FIRST[0], FIRST[1], *steps((1, 9.0)), FIRST[2]]
+    assert owned.count(record(more, SECOND), record(ALL)) == 0
+    assert owned.count(record([*more, {**ended(), "enough": True}], SECOND), record(ALL)) == 2
 
 
 def test_parameters_are_compared_by_their_order() -> None:

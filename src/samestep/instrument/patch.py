@@ -168,11 +168,15 @@ def user_line() -> str:
 
 def call_site(frame: FrameType | None) -> str:
     """Returns "file:line" of the innermost frame that is the user's own, from `frame` outwards, or of `frame`."""
-    own = frame
-    while own is not None and not is_own(own.f_code.co_filename):
-        own = own.f_back
-    found = own or frame
+    found = own_frame(frame) or frame
     return "" if found is None else f"{relative_path(found.f_code.co_filename)}:{found.f_lineno}"
+
+
+def own_frame(frame: FrameType | None) -> FrameType | None:
+    """Returns the innermost frame that is the user's own, from `frame` outwards; None where none is."""
+    while frame is not None and not is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def is_own(filename: str) -> bool:

@@ -229,21 +229,19 @@ def _prepare(spec: RunSpec, controller: Controller) -> RunResult | None:
     except Interruption as interruption:
         number = interruption.args[0]
         return RunResult(exit_code=128 + number, size=spec.size, interrupted=number)
-    except SamestepError:
-        if (result := _without_a_host(controller, spec.size)) is None:
-            raise
-        return result
+    except SamestepError as error:
+        return _without_a_host(controller, spec.size, error)
     return None
 
 
-def _without_a_host(controller: Controller, size: int) -> RunResult | None:
-    """Returns the result of a run that loses a host before its ranks begin; None where all hosts are there."""
+def _without_a_host(controller: Controller, size: int, error: SamestepError) -> RunResult:
+    """Returns the result of a run that loses a host before its ranks begin; raises `error` where all are there."""
     first = 0  # rank of a host
     for host in controller.hosts:
         if host.gone:
             return RunResult(exit_code=1, size=size, root_cause=lost_host(first, host.host, host.fault))
         first += host.count
-    return None
+    raise error
 
 
 def _next_hosts(spec: RunSpec, controller: Controller, replacement: Replacement | None) -> ReplacementResult:
@@ -263,10 +261,8 @@ def _next_hosts(spec: RunSpec, controller: Controller, replacement: Replacement 
 def _attempt(controller: Controller, spec: RunSpec, number: int) -> RunResult:
     try:
         port = controller.bind(spec.parts[0].address)
-    except SamestepError:
-        if (result := _without_a_host(controller, spec.size)) is None:
-            raise
-        return result
+    except SamestepError as error:
+        return _without_a_host(controller, spec.size, error)
     jobs = spec.jobs(spec.layout(port, number))
     logs = spec.logs(number)
     console = Console(logs, jobs[0].drawn)

@@ -38,7 +38,7 @@ def by_local_tensors(runner: Runner, record: Record, steps: int, report: Report)
     del runner, steps
     where = _partial_gradient(record)
     for found in report.errors if where is not None else ():
-        if found.property == "gradients":
+        if found.property == "gradients" and SHOWS_AT not in found.cause:  # else a better line is known
             again = located(found, where, _NO_PLACEMENTS)
             report.relocate(found, replace(again, fix="to_local(grad_placements=[Partial()]), which adds up the parts"))
 

@@ -112,7 +112,7 @@ class Runner:
         began = time.monotonic()
         run = self._run(name, self.ranks, _RECORDER, {"steps": steps, "passes": passes, "keep_all": keep_all}, None)
         if (taken := time.monotonic() - began) > _LONG_S:
-            self.say(f"it took {format_duration(taken)}, and so may each further run: --steps K compares fewer steps")
+            self.say(f"this took {format_duration(taken)}, as each further run may: --steps K compares fewer steps")
         return run
 
     def alone(self, name: str, record: Record, ranks: list[int] | None = None, **order: Any) -> Run:

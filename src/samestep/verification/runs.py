@@ -112,7 +112,8 @@ def run(
 def shared_variables(threads: int) -> dict[str, str]:
     """Returns the variables that all runs have in common: sums depend on the number of threads, and TF32 is off.
 
-    TF32 rounds the factors of a product to 10 bits, on GPUs and whatever a script sets (NVIDIA_TF32_OVERRIDE, cuBLAS).
+    On GPUs it rounds the factors of products to 10 bits. The variable holds whatever a script sets. Source: NVIDIA's
+    documentation of cuBLAS.
     """
     threads_of_one = variable("OMP_NUM_THREADS") or str(threads)
     return {"OMP_NUM_THREADS": threads_of_one, "NVIDIA_TF32_OVERRIDE": "0"}

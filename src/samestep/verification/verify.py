@@ -232,9 +232,8 @@ def _verified(runner: Runner, steps: int) -> Report:
     if whole is not None and foreign in {None, BY_THEMSELVES, cut_by_hand} and not recorded.has_failed:
         with leaving_open(report):
             owns = owned.are_held(record) and _judge_owned(runner, record, run_at_own_pace(), report)
-    if owns:
-        foreign = owned.OWNED
-    if foreign is None:
+    are_replicas = foreign is None and not owns
+    if are_replicas:
         of_states = functools.partial(states.judge, own_pace=own_pace)
         of_samples = functools.partial(samples.judge, own_pace=own_pace)
         judges = [of_states, of_samples, control.judge, *judges]
@@ -246,7 +245,7 @@ def _verified(runner: Runner, steps: int) -> Report:
         with leaving_open(report):
             first = _first_steps(runner, record) if foreign == cut_by_hand else None
             _judge_cut(record, own_pace(), report, first)
-    if record.ranks and whole is not None and foreign is None:
+    if record.ranks and whole is not None and are_replicas:
         with leaving_open(report):
             chance.judge(record, whole, report)
             shards.judge(record, whole, report)
@@ -260,7 +259,7 @@ def _verified(runner: Runner, steps: int) -> Report:
         report.conclude()
         report.remarks += _remarks(recorded.ended, report)
         return report
-    if foreign is None:
+    if are_replicas:
         with leaving_open(report):
             _compare(runner, record, whole, own_pace, report)
             _compare_later(runner, record, whole, own_pace, report)
@@ -278,12 +277,9 @@ def _verified(runner: Runner, steps: int) -> Report:
     if not recorded.has_failed:
         with leaving_open(report):
             restart.judge(runner, record, {"steps": steps, "passes": PASSES}, report)
-    of_replicas = (locating.by_lines, locating.by_decisions, locating.by_sources) if foreign is None else ()
-    for locate in (
-        (*of_replicas, locating.by_samples, locating.by_split, locating.by_local_tensors)
-        if not recorded.has_failed
-        else ()
-    ):
+    of_replicas = (locating.by_lines, locating.by_decisions, locating.by_sources) if are_replicas else ()
+    of_all = (locating.by_samples, locating.by_split, locating.by_local_tensors)
+    for locate in () if recorded.has_failed else (*of_replicas, *of_all):
         with leaving_open(report):
             locate(runner, record, steps, report)
     report.conclude()
@@ -337,10 +333,10 @@ def _judge_owned(runner: Runner, record: Record, run: Run, report: Report) -> bo
     Where one process steps otherwise, nothing is said: the ranks are then judged as replicas.
     """
     number = owned.count(record, run.record)
-    if not number and record.is_cut_short and owned.holds_more(run.record, record):
+    if not number and run.record.is_cut_short and owned.holds_more(run.record, record):
         run = runner.recorded("one process at its own pace, more steps", 1, steps=_MORE * record.steps)
         number = owned.count(record, run.record)
-    if not number:
+    if run.has_failed or not number:
         return False
     margin = f"{number} optimizers, each of one rank, step as those of one process at its own pace"
     report.remarks.append(margin)

@@ -9,7 +9,7 @@ A line whose results are none of these differs. It is looked for only where an o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -213,24 +213,23 @@ def _traces(record: Record) -> list[list[Trace]]:
 
 def _lines(alone: Trace, ranks: Sequence[Trace], segments: Sequence[str]) -> Iterator[Line]:
     grouped = [_by_line(one) for one in (alone, *ranks)]
-    order = {place: number for number, place in enumerate(ranks[0])}
     of_all: dict[tuple[str, str, str], str | None] = {}
     sums: dict[tuple[str, str, str], str | None] = {}
     agrees: set[int | None] = set()  # storages of rank 0 whose numbers belong to one process's
     for place, one in alone.items():
-        together = [each.get(place[:3], []) for each in grouped]
+        line = place[:3]
+        together = [each.get(line, []) for each in grouped]
         if place[0] in segments and all(len(each) == len(together[0]) for each in together):
             others, grad = [theirs[place] for theirs in ranks], one["grad"]
             is_sum = place[2] == "all_reduce" and _is_multiple(one, others)
             is_loss, relation = grad and one["shape"] == [], _relation(one, others)
             if relation is None and len(together[0]) > 1:
-                if place[:3] not in of_all:
-                    of_all[place[:3]] = _relation_of_all(together[0], together[1:])
-                    sums[place[:3]] = _summed_before(ranks[0], order, place)
-                relation = of_all[place[:3]]
-            elif relation is None:
-                sums[place[:3]] = _summed_before(ranks[0], order, place)
-            summed = sums.get(place[:3]) if relation is None else None
+                if line not in of_all:
+                    of_all[line] = _relation_of_all(together[0], together[1:])
+                relation = of_all[line]
+            if relation is None and line not in sums:
+                sums[line] = _summed_before(ranks[0], place)
+            summed = sums[line] if relation is None else None
             is_made = not agrees.isdisjoint(others[0].get("of", ())) or one["value"] is None
             is_counted = is_made or one["value"].is_floating_point()
             is_mask = one["value"] is not None and one["value"].dtype == torch.bool
@@ -250,12 +249,12 @@ def _is_left_over(trace: Trace, place: Place) -> bool:
     return at is not None and not is_made and not is_used
 
 
-def _summed_before(trace: Trace, order: Mapping[Place, int], place: Place) -> str | None:
+def _summed_before(trace: Trace, place: Place) -> str | None:
     """The line of the last sum over the ranks in the tensor that a line changes, if nothing else was written there."""
-    at = trace[place].get("at")
+    entries, at = list(trace), trace[place].get("at")
     if at is None or not _IN_PLACE(place[2]):
         return None
-    for earlier in reversed([*order][: order[place]]):
+    for earlier in reversed(entries[: entries.index(place)]):
         if trace[earlier].get("at") == at:
             if earlier[2] == "all_reduce":
                 return earlier[1]

@@ -61,10 +61,10 @@ def _moved(record: Record, whole: Run, own_pace: Callable[[], Record], until: fl
             if not name.endswith(left_out) and name in theirs and numerics.differ(buffer, theirs[name]):
                 ends = [one[name] for one in after if name in one]
                 is_known = until < math.inf
-                again = _buffers(own_pace(), event["window"])
-                if again and name in again[0] and not numerics.differ(buffer, again[0][name]):
+                if not is_known and are_apart and _are_parts(before[0][name], ends, theirs[name]):
                     continue
-                if is_known or not (are_apart and _are_parts(before[0][name], ends, theirs[name])):
+                again = _buffers(own_pace(), event["window"])
+                if not again or name not in again[0] or numerics.differ(buffer, again[0][name]):
                     yield _finding(record, event["window"] - 1, name)
                     return
 

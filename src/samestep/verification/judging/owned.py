@@ -14,8 +14,6 @@ from samestep.verification.judging.record import Rank, Record
 
 _FEWEST = 2  # steps of an optimizer: the second one shows what the first has made
 
-OWNED = "each rank holds optimizers of its own"
-
 Steps = Sequence[Event]
 
 
@@ -35,7 +33,7 @@ def count(record: Record, alone: Record) -> int:
 
     Those that step alike on all ranks are compared, too. 0 where ranks hold none for themselves, or where they step
     otherwise: each is compared with an optimizer of one process of its own, by its rates and the norms of its
-    gradients, as far as both were recorded.
+    gradients. It takes as many steps, and one process has no further optimizers, unless the ranks' recording was cut.
 
     Args:
         record: of the ranks.
@@ -46,7 +44,8 @@ def count(record: Record, alone: Record) -> int:
     if max(map(len, owned), default=0) < _FEWEST:
         return 0
     for steps in sorted((*common, *owned), key=len, reverse=True):
-        place = next((place for place, other in enumerate(left) if _are_taken(steps, other)), None)
+        as_many = [place for place, other in enumerate(left) if record.is_cut_short or len(other) == len(steps)]
+        place = next((place for place in as_many if _are_taken(steps, left[place])), None)
         if place is None:
             return 0
         del left[place]

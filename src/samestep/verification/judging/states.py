@@ -323,8 +323,9 @@ def _first_difference(record: Record) -> Iterator[Finding]:
             return
         bad = differing_ranks(events, "gradients")
         if bad is not None and not apart and not _healed(record, index):
-            is_averaged = record.is_averaged_within or (averaged is not None and averaged < index)
-            if is_averaged and index + soon >= record.steps:
+            is_last = 0 < index == record.steps - 1
+            is_sent_later = is_last and record.averages_within(record.ranks[0].steps[index - 1])
+            if is_sent_later or (averaged is not None and averaged < index and index + soon >= record.steps):
                 return  # what would be averaged behind the last steps was not recorded
             yield of_gradients(record, index, *bad)
             return

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from samestep.instrument.patch import call_site, is_own
+from samestep.instrument.patch import call_site, is_own, own_frame
 
 _RECORDING = ("samestep.verification.recording.", "samestep.verification.reference.")
 
@@ -70,9 +70,7 @@ def caller_of(frame: FrameType | None) -> tuple[str, int, int] | None:
 
     None where no function of the user's calls it directly.
     """
-    own = frame
-    while own is not None and not is_own(own.f_code.co_filename):
-        own = own.f_back
+    own = own_frame(frame)
     caller = None if own is None else own.f_back
     if caller is None or not is_own(caller.f_code.co_filename):
         return None
