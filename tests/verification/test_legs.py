@@ -22,7 +22,7 @@ from samestep.verification.pages import PAGES
 from samestep.verification.report import Report
 
 SOURCES = Path(samestep.__file__).parent / "verification"
-PAGE = Path(__file__).parents[2] / "docs" / "verify.md"
+PAGE = Path(__file__).parents[2] / "docs" / "verify-method.md"
 
 
 def made() -> set[tuple[str, str]]:
