@@ -31,7 +31,7 @@ from samestep.reporting.live.log_tail import open_latest
 from samestep.reporting.live.model import ViewState
 from samestep.reporting.page import render_page
 from samestep.reporting.run_log import open_run
-from samestep.runtime.join import Card
+from samestep.runtime.membership import Card
 from samestep.runtime.store_messages import decode_message, matches_type
 from samestep.schema import parse_object
 from samestep.verification.online import exchange

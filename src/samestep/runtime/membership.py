@@ -1,4 +1,4 @@
-"""Joining the world: alone, with others, or in a process group that the script made itself."""
+"""Membership of the world: joining it, alone, with others or in a group that the script has made, and leaving it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from samestep.launch.rank import control
 from samestep.launch.rank.excepthook import end_in_one_line
 from samestep.runtime import rng
 from samestep.runtime.axis import Axis
-from samestep.runtime.join import Membership, join_alone, join_ranks, use_existing_group
+from samestep.runtime.membership import Membership, join_alone, join_ranks, use_existing_group
 from samestep.runtime.metric_log import MetricLog, start_event_log
 from samestep.runtime.step_state import StepState
 from samestep.runtime.virtual import VirtualRanks
