@@ -26,11 +26,12 @@ import torch
 import xxhash
 from torch import Tensor
 
+from samestep.compress import topk
 from samestep.compress.chunks import MAX_CHUNK, Chunk, Piece, RowOwners, row_owners
 from samestep.compress.codecs import Codec, Plain, RowCodec
 from samestep.compress.error_feedback import ErrorFeedback
 from samestep.compress.powersgd import PowerSGD, as_matrix, first_guess, orthonormal
-from samestep.compress.topk import TopK, largest_places
+from samestep.compress.topk import TopK
 
 PLAIN = Plain()
 
@@ -146,23 +147,20 @@ def _mean_of_largest(codec: TopK, context: ReductionContext, flat: Tensor) -> Re
     begins = torch.tensor([0, *lengths]).cumsum(0).tolist()
     places = torch.cat(
         [
-            largest_places(piece, codec.count(piece.numel(), context.step)) + begin
+            topk.largest_places(piece, codec.count(piece.numel(), context.step)) + begin
             for piece, begin in zip(residual.split_with_sizes(list(lengths)), begins, strict=False)
         ]
     )
-    packets = torch.empty(len(places), 2, dtype=torch.int32, device=flat.device)
-    packets[:, 0] = places
-    packets[:, 1].view(torch.float32).copy_(residual[places])
+    packets = topk.encode(residual, places)
     residual[places] = 0.0
     if codec.momentum:
         momentum[places] = 0.0
         _drop_nonfinite(momentum)
     _drop_nonfinite(residual)
-    arrived = yield AllGather(packets.view(torch.uint8))  # [3]
+    arrived = yield AllGather(packets)  # [3]
     total = torch.zeros_like(flat)
     for packets in arrived:
-        words = packets.view(torch.int32)
-        total.index_add_(0, words[:, 0], words[:, 1].view(torch.float32))
+        topk.add_decoded(total, packets)
     return total.div_(context.size)
 
 

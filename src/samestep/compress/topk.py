@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from samestep.compress.codecs import Codec, is_int
@@ -66,6 +67,20 @@ class TopK(Codec):
     def count(self, elements: int, step: int) -> int:
         """Returns how many of so many elements travel in a step."""
         return min(elements, math.ceil(self.fraction_at(step) * elements))
+
+
+def encode(values: Tensor, places: Tensor) -> Tensor:
+    """Returns the packets [k, 8] of bytes of the numbers at some places of [n]: the place and the float32 of each."""
+    packets = torch.empty(len(places), 2, dtype=torch.int32, device=values.device)
+    packets[:, 0] = places
+    packets[:, 1].view(torch.float32).copy_(values[places])
+    return packets.view(torch.uint8)
+
+
+def add_decoded(total: Tensor, packets: Tensor) -> None:
+    """Adds the numbers of packets to [n], each at its place."""
+    words = packets.view(torch.int32)
+    total.index_add_(0, words[:, 0], words[:, 1].view(torch.float32))
 
 
 def largest_places(values: Tensor, count: int) -> Tensor:
