@@ -147,10 +147,10 @@ def stream(window: int, state: str) -> Event:
 
 @pytest.mark.parametrize(
     ("other", "severity", "window"),
-    [("ab", "note", 0), ("xb", "error", 1), ("xy", None, None)],
+    [("ab", "note", 0), ("xb", "error", 1), ("xy", None, None), ("ay", "note", 0)],
 )
 def test_dropout_that_is_the_same_on_two_ranks_is_found(other: str, severity: str | None, window: int | None) -> None:
-    """From the beginning it is a habit; alike after they differed, it is a mistake."""
+    """From the beginning it is a habit; alike after they differed, it is a mistake. One rank may draw on the way."""
     ranks = [[stream(0, states[0]), stream(1, states[1])] for states in ("ab", other)]
     found = chance_findings(record(*ranks))
     assert [(one.code, one.severity, one.step) for one in found] == (
@@ -213,6 +213,9 @@ def test_workers_that_begin_with_the_same_random_state_are_found() -> None:
     assert "workers 0 and 1 of rank 0 begin with the same state of numpy's generator" in finding.cause
     assert chance_findings(record([worker(0, "s", "numpy"), worker(1, "t", "numpy")])) == []
     assert chance_findings(record([worker(0, "s"), worker(1, "s")])) == []  # neither draws from it
+    stream = {"kind": "batch", "key": "a.py:9#1", "indices": None, "training": True, "window": 0, "size": 4}
+    drawn = record([stream, worker(0, "s", "numpy"), worker(1, "s", "numpy")])
+    assert chance_findings(drawn) == []  # each takes its share of an order that all of them draw
 
 
 @pytest.mark.parametrize(("name", "shape"), [("torch.randn", [15]), ("torch.randperm", [64])])
@@ -235,9 +238,10 @@ def test_draws_that_may_be_equal_are_no_noise(name: str, shape: list[int]) -> No
         (("s", "s"), ("a", "b"), ([0, 1], [2, 3]), "error"),
         (("s", "s"), ("a", "a"), ([0, 1], [2, 3]), "note"),
         (("s", "t"), ("a", "b"), ([0, 1], [2, 3]), None),
+        (("s>u", "s>v"), ("a", "b"), ([0, 1], [2, 3]), None),
         (("s", "s"), ("a", "b"), ([0, 1], [1, 0]), None),
     ],
-    ids=["where others differ", "where all are alike", "apart", "of the same samples"],
+    ids=["where others differ", "where all are alike", "apart", "seeded for each sample", "of the same samples"],
 )
 def test_a_dataset_s_own_generator_draws_one_noise_for_the_samples_of_two_ranks(
     states: tuple[str, str], streams: tuple[str, str], indices: tuple[list[int], list[int]], severity: str | None
@@ -245,7 +249,7 @@ def test_a_dataset_s_own_generator_draws_one_noise_for_the_samples_of_two_ranks(
     def rank(number: int) -> list[Event]:
         about, batch, *_ = passed(indices[number], samples=4)
         noise = {key: batch[key] for key in ("key", "number", "index")} | {"kind": "noise", "where": "data.py:8"}
-        noise["state"] = states[number]
+        noise["state"], _, noise["after"] = states[number].partition(">")
         stream = {"kind": "stream", "window": 0, "state": streams[number], "where": "model.py:3"}
         return [about, batch, noise, stream]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from samestep.verification import journal
 from samestep.verification.judging import evaluation
-from samestep.verification.judging.outcomes import outcomes
+from samestep.verification.judging.evaluation_outcomes import outcomes
 from samestep.verification.judging.record import Rank, Run
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.inputs import Inputs, mixes_samples
@@ -313,6 +313,8 @@ def test_what_ranks_count_while_they_train_is_what_one_process_counts(
         return {"kind": "counted", "where": "train.py:27", "number": 1, "window": 3, "group": "world", "values": values}
 
     assert found([[counts(mine)]] * 2, [counts(theirs)]) == (["train.py:27"] if is_found else [])
+    filled_up = [{"kind": "collated"}, counts(theirs)]  # to the length of the longest text of all ranks
+    assert found([[counts(mine)]] * 2, filled_up) == []
     got: list[list[Event]] = [[{"kind": "input", "window": 2, "rows": [row]}] for row in ("a", "b")]
     assert found([[*got[0], counts(mine)]] * 2, [*got[1], counts(theirs)]) == []  # of other samples: environments, say
 

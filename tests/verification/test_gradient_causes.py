@@ -43,6 +43,7 @@ def judged(
     at_step: Sequence[torch.Tensor] = (),
     more: Sequence[Event] = (),
     twice: Sequence[torch.Tensor] = (),
+    of_alone: Sequence[Event] = (),
     **of_steps: Any,
 ) -> Report:
     def of_ranks(kind: str, gradients: Sequence[torch.Tensor]) -> list[Run]:
@@ -56,7 +57,7 @@ def judged(
         twice=lambda: of_ranks("twice", twice),
     )
     report = Report(ranks=2)
-    Comparison(record, trained(folder / "alone", alone), others).judge(report)
+    Comparison(record, trained(folder / "alone", alone, of_alone), others).judge(report)
     return report
 
 
@@ -104,11 +105,16 @@ def test_what_the_ranks_make_of_their_parts_is_told(
     assert report.coverage["gradients"] == ("differs" if severity == "error" else "agrees as declared")
 
 
-def test_batchnorm_of_each_rank_s_samples_declares_a_loss_that_is_no_mean_over_parts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_batchnorm_of_each_rank_s_samples_may_declare_a_loss_that_is_no_mean_over_parts(
+    tmp_path: Path, *, is_cut: bool
+) -> None:
+    """Not where one process normalises each rank's samples by themselves, too."""
     norms: list[Event] = [{"kind": "start", "local_norms": 2, "parameters": {}}]
-    report = judged(tmp_path, [MEAN], [APART], more=norms)
-    assert [one.severity for one in report.findings] == ["note"]
-    assert report.coverage["gradients"] == "agrees as declared"
+    others: list[Event] = [] if is_cut else [{"kind": "other_norms", "window": 0}]
+    report = judged(tmp_path, [MEAN], [APART], more=norms, of_alone=others)
+    assert [one.severity for one in report.findings] == ["error" if is_cut else "note"]
+    assert report.coverage["gradients"] == ("differs" if is_cut else "agrees as declared")
 
 
 def test_batchnorm_beside_some_that_is_synchronised_is_named(tmp_path: Path) -> None:

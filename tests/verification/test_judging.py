@@ -195,8 +195,9 @@ def test_left_out_samples_are_an_error_unless_that_was_asked_for() -> None:
     assert codes(samples, record(passed([0, 2], samples=6), passed([1, 3], samples=6))) == [
         ("samples-missing", "error")
     ]
-    dropped = {"drop_last": True}
-    assert codes(samples, record(passed([0, 2], samples=6, **dropped), passed([1, 3], samples=6, **dropped))) == []
+    for left_out, found in ((2, []), (6, []), (7, [("samples-missing", "error")])):  # a batch and one more of each rank
+        dropped: dict[str, Any] = {"drop_last": True, "samples": 4 + left_out}
+        assert codes(samples, record(passed([0, 2], **dropped), passed([1, 3], **dropped))) == found
 
 
 @pytest.mark.parametrize(("samples_held", "severity"), [(7, "note"), (8, "error")])
@@ -214,23 +215,50 @@ def test_what_one_process_leaves_out_as_well_is_no_mistake(alone: list[int], sev
     assert [(one.code, one.severity) for one in report.findings] == [("samples-missing", severity)]
 
 
+ORDER = [6, 0, 4, 2, 10, 8, 12]
+
+
 def test_the_same_shuffle_in_two_epochs_is_an_error() -> None:
-    first = passed([2, 0], samples=4) + passed([2, 0], samples=4, number=1, window=1)
-    other = passed([3, 1], samples=4) + passed([3, 1], samples=4, number=1, window=1)
-    assert codes(samples, record(first, other)) == [("same-order-every-epoch", "error")]
+    assert codes(samples, in_epochs([ORDER, ORDER])) == [("same-order-every-epoch", "error")]
+
+
+@pytest.mark.parametrize(
+    ("orders", "is_found"),
+    [
+        ([[4, 0]] * 3, False),  # by chance once in four times
+        ([[4, 0]] * 13, True),
+        ([[4, 0], [4, 0], [0, 4], *[[0, 4], [4, 0]] * 6], False),
+        ([ORDER, [*ORDER, 14, 12]], False),  # a curriculum goes further in every epoch
+    ],
+)
+def test_an_order_that_comes_again_by_chance_or_goes_on_is_none_of_every_epoch(
+    orders: list[list[int]], *, is_found: bool
+) -> None:
+    assert codes(samples, in_epochs(orders)) == ([("same-order-every-epoch", "error")] if is_found else [])
+
+
+def in_epochs(orders: list[list[int]], *begin: Event, **about: Any) -> Record:
+    """Two ranks that take samples of even and of odd numbers, in the same order."""
+    size = 2 * max(map(len, orders))
+    taken = [
+        [(i, order) for i, order in enumerate(orders)],
+        [(i, [j + 1 for j in one]) for i, one in enumerate(orders)],
+    ]
+    about |= {"samples": size} if all(len(one) == len(orders[0]) for one in orders) else {"samples": None}
+    return record(
+        *([*begin, *(one for i, o in rank for one in passed(o, number=i, window=i, **about))] for rank in taken)
+    )
 
 
 @pytest.mark.parametrize(("draws", "shuffles"), [(False, True), (True, False), (False, False)])
 def test_an_order_that_no_sampler_is_asked_to_shuffle_may_repeat(*, draws: bool, shuffles: bool) -> None:
     """By length, say."""
-    orders = [
-        passed(order, samples=4, number=i, window=i, sampler="ByLength", shuffles=shuffles)
-        for order in ([2, 0], [3, 1])
-        for i in range(2)
-    ]
-    drawn: list[Event] = [{"kind": "order", "where": "train.py:9", "digest": "o"}] if draws else []
-    found = codes(samples, record([*drawn, *orders[0], *orders[1]], [*drawn, *orders[2], *orders[3]]))
+    drawn: list[Event] = [{"kind": "order", "where": "train.py:9", "digest": "o"}]
+    about: dict[str, Any] = {"sampler": "ByLength", "shuffles": shuffles}
+    found = codes(samples, in_epochs([ORDER, ORDER], *(drawn if draws else []), **about))
     assert found == ([("same-order-every-epoch", "error")] if draws or shuffles else [])
+    masks = [{**one, "where": "collate.py:3"} for one in drawn * 9]  # in each sample, not once a pass
+    assert codes(samples, in_epochs([ORDER, ORDER], *masks, **about)) == (found if shuffles else [])
 
 
 @pytest.mark.parametrize(
@@ -251,9 +279,10 @@ def test_ranks_that_load_one_batch_and_cut_it_use_no_sample_twice(
 def test_a_dataset_s_own_epoch_needs_no_other_order(*, workers: int, is_found: bool) -> None:
     """Samples may depend on it alone; workers may live on with a copy that never knows it."""
     about: dict[str, Any] = {"samples": 4, "shuffles": False, "workers": workers}
+    about["samples"] = 14
     ranks = [
         [one for i in range(2) for one in passed(order, number=i, window=i, dataset_epoch=i, **about)]
-        for order in ([0, 2], [1, 3])
+        for order in ([*range(0, 14, 2)], [*range(1, 14, 2)])
     ]
     found = codes(samples, record(*ranks))
     assert found == ([("same-order-every-epoch", "error")] if is_found else [])
@@ -279,6 +308,14 @@ def test_an_order_that_nobody_drew_may_repeat() -> None:
 def test_exchanged_collectives_are_found_by_their_lines() -> None:
     ranks = record([call("a.py:1"), call("a.py:2")], [call("a.py:2"), call("a.py:1")])
     assert codes(communication, ranks) == [("collective-order", "error")]
+
+
+def test_a_line_of_two_that_each_rank_chooses_in_every_step_is_no_exchange() -> None:
+    """Where a rank has no positives, it adds zeros at another line."""
+    first, other = (
+        [call(f"a.py:{line}", window=window) for window, line in enumerate(lines)] for lines in ("1122", "2121")
+    )
+    assert codes(communication, record(first, other)) == []
 
 
 def test_one_collective_from_two_branches_is_none() -> None:
@@ -365,6 +402,8 @@ def test_the_same_noise_on_two_ranks_is_an_error_wherever_the_script_lies() -> N
     assert finding.severity == "error"
     assert [one.severity for one in chance_findings(ranks)] == ["note"]
     assert chance_findings(ranks, {**own, "shape": [64]}) == []  # of all samples' noise every rank takes its part
+    ones = {**drawn, "is_one_number": True}
+    assert chance_findings(record([ones], [ones]), {**own, "shape": [128]}) == []  # with the probability 1, say
 
 
 def test_ranks_that_shuffle_data_of_their_own_need_not_hold_the_same() -> None:

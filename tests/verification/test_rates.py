@@ -216,6 +216,17 @@ def test_a_rate_is_scaled_where_the_batch_grows(rows: int, gradients: str, sever
     assert (report.coverage.get("control") == REFUTED) == (severity == "error")
 
 
+@pytest.mark.parametrize(("mine", "rows", "is_found"), [(0.02, 8, True), (0.01, 8, False), (0.02, 4, False)])
+def test_settings_of_optimizers_are_those_of_one_process_at_as_many_samples(
+    mine: float, rows: int, *, is_found: bool
+) -> None:
+    """A prior over a rank's own samples decays N times as much; where the batch grows, a script may scale it."""
+    ours, theirs = ([step(i, "g", settings=[{"weight_decay": decay}]) for i in range(2)] for decay in (mine, 0.01))
+    report, ranks = Report(ranks=2, steps=2, coverage={"gradients": AGREES}), [*given(4), *ours]
+    rates.judge_settings(record(ranks, ranks), lambda: record([*given(rows), *theirs]), report)
+    assert [one.code for one in report.findings] == (["update-differs"] if is_found else [])
+
+
 @pytest.mark.parametrize(("bias", "codes"), [(0.2, []), (0.7, ["learning-rate-differs"])])
 def test_rates_are_compared_by_parameter_where_each_rank_s_optimizer_holds_others(
     bias: float, codes: list[str]

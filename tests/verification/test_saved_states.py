@@ -210,6 +210,7 @@ def test_weights_none_of_whose_names_the_model_knows_are_found(
     event = {"kind": "weights", "event": 1, "missing": missing, "held": 2, "unexpected": unexpected, "where": "a.py:3"}
     errors = judged(event).errors
     assert [(one.code, one.where) for one in errors] == ([("checkpoint-inexact", "a.py:3")] if is_found else [])
+    assert judged(event, {**event, "missing": 0, "unexpected": 0}).errors == []  # then with the right names
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,6 @@ def test_what_a_library_fills_up_and_gathers_it_may_take_out_again() -> None:
     "more",
     [
         {"samples": 6, "sums": True, "cut_by": "BatchSamplerShard"},  # what is summed up keeps them
-        {"samples": 6, "gathers": True},  # nobody but the script would take them out
         {"samples": 7, "gathers": True, "cut_by": "BatchSamplerShard"},  # one is never evaluated
     ],
 )
@@ -129,6 +128,14 @@ def test_samples_that_nobody_takes_out_again_are_an_error(more: dict[str, object
     more |= {"sampler_made": "train.py:9"}
     (error,) = judged(evaluates([0, 1], [4, 0], **more), evaluates([2, 3], [5, 0], **more)).errors
     assert error.where == "train.py:9"
+
+
+def test_samples_that_the_script_gathers_it_may_take_out_again() -> None:
+    report = judged(
+        evaluates([0, 1], [4, 0], samples=6, gathers=True), evaluates([2, 3], [5, 0], samples=6, gathers=True)
+    )
+    assert report.findings == []
+    assert report.coverage["evaluation"].endswith("what is gathered may leave them out")
 
 
 def test_samples_that_come_twice_are_in_no_outcome_where_nothing_is_brought_together() -> None:

@@ -179,9 +179,9 @@ def test_samples_that_ranks_pass_over_in_what_one_process_reads_are_counted(
 def test_samples_that_ranks_leave_out_of_whole_passes_are_counted_in_any_order() -> None:
     """Workers bring them in another order there."""
     parts = [READ[::4][::-1], READ[3::4][::-1]]
-    assert samples.passed_over(parts, READ, are_whole=True) == 48
-    assert samples.passed_over([READ[::2][::-1], READ[1::2]], READ, are_whole=True) == 0
-    assert samples.passed_over([[f"{row}'" for row in part] for part in parts], READ, are_whole=True) == 0  # augmented
+    assert samples.passed_over(parts, READ, tail=4) == 48
+    assert samples.passed_over([READ[::2][::-1], READ[1::2]], READ, tail=4) == 0
+    assert samples.passed_over([[f"{row}'" for row in part] for part in parts], READ, tail=4) == 0  # augmented
 
 
 @pytest.mark.parametrize(

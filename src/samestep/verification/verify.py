@@ -71,7 +71,7 @@ def verify(
 ) -> Report:
     """Runs a script on several ranks and alone, and returns whether it is the same training.
 
-    The script runs unchanged, in processes of its own, two times or more; see docs/verify.md for what is compared.
+    The script runs unchanged, in processes of its own, two times or more; docs/verify-method.md says what is compared.
 
     Args:
         script: path of a Python file that trains.
@@ -474,6 +474,7 @@ def _compare(
         report.remarks.append(by_hand.REMARK if record.is_by_hand else by_hand.WITHIN)
     Comparison(record, whole, others).judge(report)
     rates.judge_scaled(record, own_pace, report)
+    rates.judge_settings(record, own_pace, report)
     if not record.is_averaged_within:
         Updates(record, whole, others).judge(report)
     if whole.apart is None:

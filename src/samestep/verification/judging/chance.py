@@ -59,7 +59,12 @@ def _draws(rank: Rank, kind: str) -> Draws:
 
 
 def _is_noise(draw: Event) -> bool:
-    return draw["name"] in _NOISE and draw["digest"] is not None and prod(draw["shape"]) >= _FEWEST
+    return _tells_streams(draw) and draw["name"] in _NOISE and prod(draw["shape"]) >= _FEWEST
+
+
+def _tells_streams(draw: Event) -> bool:
+    """Whether equal numbers show equal states: not if all numbers of a draw are one."""
+    return draw["digest"] is not None and not draw.get("is_one_number")
 
 
 def _alike(record: Record, within: Sequence[Draws], alone: Mapping[str, list[int]]) -> Iterator[Finding]:
@@ -140,7 +145,7 @@ def _by_line(draws: Draws, integers: Container[str] = ()) -> dict[str, dict[int,
     """Line where noise is drawn, for training or an evaluation -> window -> all that is drawn there."""
     found: dict[str, dict[int, list[Event]]] = {}
     for draw in draws.values():
-        if (draw["name"] in _NOISE or draw["place"] in integers) and draw["digest"] is not None:
+        if (draw["name"] in _NOISE or draw["place"] in integers) and _tells_streams(draw):
             window, where = place_of_draw(draw)
             found.setdefault(f"{where}|{draw['trains']}", {}).setdefault(window, []).append(draw)
     whole = {
@@ -154,10 +159,14 @@ def _by_line(draws: Draws, integers: Container[str] = ()) -> dict[str, dict[int,
 
 
 def _workers(record: Record) -> Iterator[Finding]:
-    """Whether workers of one rank draw alike from a generator that they use."""
+    """Whether workers of one rank draw alike from a generator that they use, for samples that have an index.
+
+    Those of a stream may have to: each takes its share of one order that all draw.
+    """
     for rank in record.ranks:
         first: dict[tuple[str, str, str], int] = {}
-        for event in rank.of("worker"):
+        streams = {one["key"] for one in rank.of("batch") if one.get("indices", ()) is None}
+        for event in [one for one in rank.of("worker") if one["key"] not in streams]:
             for name in event["used"]:
                 worker = first.setdefault((event["key"], name, event["states"][name]), event["worker"])
                 if worker != event["worker"]:
@@ -183,7 +192,8 @@ def _noise(record: Record, within: Sequence[Draws]) -> Iterator[Finding]:
     batches = [{_batch(one): one["indices"] for one in rank.of("batch") if one["training"]} for rank in record.ranks]
     for rank, place, first, other in beside_first(noise):
         mine, theirs = batches[0].get(place), batches[rank].get(place)
-        if first["state"] != other["state"] or mine is None or theirs is None or set(mine) & set(theirs):
+        begin_alike = first["state"] == other["state"] and first["after"] == other["after"]  # or it was seeded anew
+        if not begin_alike or mine is None or theirs is None or set(mine) & set(theirs):
             continue
         number = record.ranks[rank].number
         yield Finding(
@@ -211,14 +221,15 @@ def _draw_apart(record: Record, rank: int, within: Sequence[Draws]) -> bool:
 
 
 def _masks(record: Record) -> Iterator[Finding]:
-    """Dropout's states: a note where all ranks are alike from the beginning, an error where they differed before."""
+    """Dropout's states: a note where ranks begin alike, an error where they differed before and are alike then."""
     states = [{event["window"]: event for event in rank.of("stream")} for rank in record.ranks]
     for rank, theirs in enumerate(states[1:], 1):
         common = [window for window in theirs if window in states[0]]
         alike = [window for window in common if states[0][window]["state"] == theirs[window]["state"]]
-        if not alike:
+        apart = [window for window in common if window not in alike]
+        always, number = bool(alike) and min(alike) == min(common), record.ranks[rank].number
+        if not alike or (not always and max(apart) > min(alike)):
             continue
-        always, number = len(alike) == len(common), record.ranks[rank].number
         why = ": all ranks were seeded alike" if always else f" from step {alike[0]} on; before, it dropped others"
         yield Finding(
             code="random-streams",

@@ -73,11 +73,14 @@ def _signature(call: Event) -> tuple[object, ...]:
 
 
 def _exchanged(mine: list[Event], theirs: list[Event]) -> bool:
+    """Whether each rank comes by the other's line within one step; from step to step it may choose."""
     here, there = mine[0]["where"], theirs[0]["where"]
-    if here == there:
-        return False
-    later = {call["where"] for call in theirs[1:_AHEAD]}, {call["where"] for call in mine[1:_AHEAD]}
-    return here in later[0] and there in later[1]
+    later = (_lines_in_step(theirs), _lines_in_step(mine))
+    return here != there and here in later[0] and there in later[1]
+
+
+def _lines_in_step(calls: list[Event]) -> set[str]:
+    return {call["where"] for call in calls[1:_AHEAD] if call["window"] == calls[0]["window"]}
 
 
 def _order(other: Rank, one: Event, two: Event) -> Finding:

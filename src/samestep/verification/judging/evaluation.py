@@ -28,7 +28,7 @@ from samestep.verification.findings import (
     unchecked,
 )
 from samestep.verification.journal import Event, place_of
-from samestep.verification.judging.outcomes import Outcome, Place, outcomes
+from samestep.verification.judging.evaluation_outcomes import Outcome, Place, outcomes
 from samestep.verification.judging.passes import Pass, are_loaded, loads_for_all, passes
 from samestep.verification.judging.printed import Alike, Difference, metrics_alike, numbers_of
 from samestep.verification.judging.record import (
@@ -54,6 +54,7 @@ _PRECISE = 3e-4  # of a printed number, its last digit: it shows also few sample
 _STEADY = 1e-3  # of a number that one process comes to twice
 _CLOSE = 1e-4  # of a sum; the parameters are the same, so this is rounding
 
+_NEVER = "never"  # of samples that no rank evaluates
 _SUMS = "all_reduce the sum over the samples and their number, then divide once; samestep.evaluate(…) does all of it"
 
 
@@ -77,7 +78,7 @@ def judge(
         unnamed: whether numbers count that the script calls by words of its own; the training is known to be the same.
     """
     report.add(_averaged(record))
-    report.add(_loaded_apart(record))
+    report.add(_loaded_apart(record, alone))
     report.add(() if apart else _counted(record, alone))
     out_of_step = alone is not None and any(rank.of("out_of_step") for rank in alone.ranks)
     if REFUTED in {report.coverage.get(name) for name in ("initial_state", "parameters", "parameter_order")}:
@@ -108,6 +109,7 @@ def judge(
     if unnamed and not found and printed.unknown is not None and not _are_counts(printed.unknown, record.size):
         found = [_printed(printed.unknown, record)]
     gathers = any(one.gathers for mine in evaluations for one in mine.values())
+    may_take_out = gathers and all(_NEVER not in one.cause for one in sampled)
     hidden = bool(sampled) and printed.finest > _PRECISE and not gathers
     confirmed = (printed.alike and not hidden) or (printed.saturated and not sampled)
     confirmed = confirmed or None in [*sums, *compared]
@@ -120,7 +122,7 @@ def judge(
     elif found and sampled and not gathers:
         found = [replace(sampled[0], cause=f"{sampled[0].cause}: {found[0].cause}")]
     elif not found and not confirmed:
-        found = ([] if of_parts or (hidden and printed.alike) else sampled) or tails
+        found = ([] if of_parts or may_take_out or (hidden and printed.alike) else sampled) or tails
     if found and report.coverage.get("parameters") != REFUTED:
         found = list(_weights_apart(record)) or found
     report.add(found[:1] or [replace(one, severity="note", fix=None) for one in tails])
@@ -132,7 +134,10 @@ def judge(
     elif reason := _incomparable(printed, record, by_batch=bool(by_batch), of_parts=of_parts):
         report.cover("evaluation", unchecked(reason))
     elif sampled:
-        report.cover("evaluation", unchecked(f"{sampled[0].cause}, and what is printed has too few digits to show it"))
+        hides = (
+            "what is gathered may leave them out" if may_take_out else "what is printed has too few digits to show it"
+        )
+        report.cover("evaluation", unchecked(f"{sampled[0].cause}, and {hides}"))
     else:
         report.cover("evaluation", AGREES, "each sample once; neither a sum nor a metric was seen")
 
@@ -140,9 +145,10 @@ def judge(
 def _counted(record: Record, alone: Record | None) -> Iterator[Finding]:
     """Whether what ranks count together while they train is what one process counts, or N times as much.
 
-    Without a DataLoader, one process may have other samples by then, of environments that actions have changed.
+    Without a DataLoader, one process may have other samples by then, of environments that actions have changed. Batches
+    that were made anew may be filled up to other lengths.
     """
-    if alone is None:
+    if alone is None or any(rank.of("collated") for rank in alone.ranks):
         return
     for _, theirs, mine in both(_counts(alone), _counts(record)):
         if len(theirs["values"]) != len(mine["values"]) or theirs["window"] != mine["window"]:
@@ -455,8 +461,14 @@ def _numbered(events: list[Event], place: Callable[[Event], tuple[Any, ...]]) ->
     return found
 
 
-def _loaded_apart(record: Record) -> Iterator[Finding]:
-    """Whether ranks evaluate with other parameters, since they have loaded others: the best of each rank's own, say."""
+def _loaded_apart(record: Record, alone: Record | None) -> Iterator[Finding]:
+    """Whether ranks evaluate with other parameters, since they have loaded others: the best of each rank's own, say.
+
+    Not where one process evaluates what it loads more often: then the ranks have divided that among themselves.
+    """
+    counts = [_loads_evaluated(rank) for one in (record, alone) if one is not None for rank in one.ranks[:1]]
+    if counts[-1:] > counts[:1]:
+        return
     used = [{event["phase"]: event for event in rank.of("evaluates")} for rank in record.ranks]
     for place, _, first, other in beside_first(used):
         sides = [(record.ranks[0], first), (record.ranks[place], other)]
@@ -475,6 +487,10 @@ def _loaded_apart(record: Record) -> Iterator[Finding]:
                 fix="choose what is loaded by what all ranks know: reduce the metric before it is compared",
             )
             return
+
+
+def _loads_evaluated(rank: Rank) -> int:
+    return len({event["phase"] for event in rank.of("evaluates") if event["loaded"] is not None})
 
 
 def _weights_apart(record: Record) -> Iterator[Finding]:
@@ -633,7 +649,7 @@ def _split(group: list[Pass], beside: set[int | None]) -> Iterator[Finding]:
         missing = 0
     if extra or missing:
         what = [f"{plural(extra, 'sample')} twice"] if extra else []
-        what += [f"{plural(missing, 'sample')} never"] if missing else []
+        what += [f"{plural(missing, 'sample')} {_NEVER}"] if missing else []
         yield Finding(
             code="evaluation-inexact",
             where=group[0].divided_at,

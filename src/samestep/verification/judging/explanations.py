@@ -32,6 +32,7 @@ ADDED_UP = "the ranks' gradients are added up, not averaged"
 CARRIED = "the loss depends on something that is carried from step to step (a history, a running mean)"
 _SAME = 1e-3  # of a factor
 _MOST_LOST = 0.05  # of the gradient's norm, by a hook that only rounds
+_OWN_SHARE = 0.3  # of the error, of the ranks' gradients before a hook reduces them: then it does not make it
 _EXPLAINED = 0.02  # a fit that leaves less than this share of a large error unexplained explains it
 _CARRIED = 0.2  # of the error; the rest is what a loss that compares samples makes
 _FITS = "scale the loss so that gradients fit the type, or reduce them as they are"
@@ -56,7 +57,11 @@ class Explanations:
         found = self._multiple(event, recorded, alone, enough)
         hooks = self.record.ranks[0].of("hook")
         if hooks:
-            return self._hooked(event, apart, hooks[0], found)
+            own = numerics.mean(self.record.own(event) or [])
+            if own.keys() != alone.keys() or numerics.distance(own, alone).whole < _OWN_SHARE * apart.whole:
+                return self._hooked(event, apart, hooks[0], found)
+            recorded = own
+            found = self._multiple(event, recorded, alone, enough)
         found = found or next(self._of_parts(event, recorded, alone, limit, apart, settled=settled), None)
         return found or self._unexplained(event, apart)
 
@@ -142,7 +147,7 @@ class Explanations:
                 "average is right for what they compute",
                 "gather what is compared from all ranks, with gradients, or add up the sums of all ranks before they "
                 "are divided",
-                severity="note" if self.record.has_local_norms else "error",
+                severity="note" if self.record.has_local_norms and self.whole.rank.of("other_norms") else "error",
             )
 
     def _parts(self, runs: Sequence[Run], event: Event) -> list[Tensor]:
@@ -215,6 +220,12 @@ class Explanations:
             f"the rate makes up for it: {1 / factor:.4g} times one process's, with SGD, whose step is linear in both"
         )
         return replace(found, severity="note", cause=f"{found.cause}; {made_up}", fix=None)
+
+    def is_made_up_for(self, event: Event) -> bool:
+        """Whether a rate makes up for gradients that are a multiple of one process's at a step."""
+        recorded, alone = self.record.gradients(event), self.whole.gradients(event["event"])
+        fitted = numerics.fit(numerics.flat(recorded, alone), [numerics.flat(alone, recorded)])
+        return fitted.left < _SAME < abs(fitted.factors[0] - 1) and self._is_made_up_for(event, fitted.factors[0])
 
     def _is_made_up_for(self, event: Event, factor: float) -> bool:
         """Whether every step is the rate times the gradient, or their sum over steps, and the product is the same."""

@@ -54,12 +54,11 @@ class InStep:
 
         Ranks may accumulate so many that all together have one number: given theirs joined, one process takes more.
         """
-        several = any(step["micro"] > 1 for step in self.record.ranks[0].steps) if self.record.ranks else False
         ran_out = (self.whole.ended.failure or {}).get(
             "exception"
         ) == "StopIteration"  # it has used all that it was given
         is_known = (ran_out or not self.whole.has_failed) and self.whole.unjoinable is None and are_loaded(self.record)
-        return several and is_known and self._is_a_difference and not self._skips
+        return is_known and self._is_a_difference and not self._skips
 
     @property
     def until(self) -> float:

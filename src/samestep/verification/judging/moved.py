@@ -50,7 +50,8 @@ def _moved(record: Record, whole: Run, own_pace: Callable[[], Record], until: fl
     """
     first = record.ranks[0]
     has_local_norms = any(start.get("local_norms") for start in first.of("start"))
-    left_out = () if not has_local_norms and any(wrap.get("broadcasts") for wrap in first.of("wrap")) else STATISTICS
+    broadcasts = any(wrap.get("broadcasts") for wrap in first.of("wrap"))
+    left_out = () if broadcasts and not has_local_norms else STATISTICS
     for event in [one for one in whole.rank.of("moved") if one["window"] <= until]:
         after, before = _buffers(record, event["window"]), _buffers(record, event["window"] - 1)
         if not after or not _are_equal(before) or event["kept"] is None:
@@ -60,7 +61,7 @@ def _moved(record: Record, whole: Run, own_pace: Callable[[], Record], until: fl
         for name, buffer in after[0].items():
             if not name.endswith(left_out) and name in theirs and numerics.differ(buffer, theirs[name]):
                 ends = [one[name] for one in after if name in one]
-                is_known = until < math.inf
+                is_known = until < math.inf or broadcasts  # and then what the others keep is lost
                 if not is_known and are_apart and _are_parts(before[0][name], ends, theirs[name]):
                     continue
                 again = _buffers(own_pace(), event["window"])
@@ -140,13 +141,15 @@ def _are_equal(ranks: list[dict[str, Any]]) -> bool:
 
 
 def _are_parts(start: Any, ends: list[Any], theirs: Any) -> bool:
-    """Whether ranks that keep a buffer each for itself have together, added up or on average, what one process has.
+    """Whether ranks that keep a buffer each for itself have together what one process has.
 
-    How they come together is seen where the buffer is used, in an evaluation or a checkpoint.
+    Added up, on average, or as the largest or smallest of all. How they come together is seen where the buffer is used,
+    in an evaluation or a checkpoint.
     """
-    change = theirs.double() - start.double()
-    total = torch.stack([end.double() - start.double() for end in ends]).sum(0)
-    return any(not numerics.differ(part, change) for part in (total, total / len(ends)))
+    stacked, right = torch.stack([end.double() for end in ends]), theirs.double()
+    total = (stacked - start.double()).sum(0)
+    are_added = any(not numerics.differ(part, right - start.double()) for part in (total, total / len(ends)))
+    return are_added or any(not numerics.differ(one, right) for one in (stacked.amax(0), stacked.amin(0)))
 
 
 def _behind(record: Record, window: int, name: str) -> Finding:

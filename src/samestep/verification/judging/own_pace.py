@@ -172,10 +172,10 @@ def follows(record: Record, alone: Record) -> bool:
 
 
 def _have_norms(mine: dict[str, float], theirs: dict[str, float], most: float) -> bool:
+    """Whether norms agree; no gradient is one of zeros, which an average may make of it."""
     whole = math.hypot(*theirs.values())
-    return mine.keys() == theirs.keys() and all(
-        abs(norm - theirs[name]) <= most * max(theirs[name], _SMALL * whole) for name, norm in mine.items()
-    )
+    pairs = [(mine.get(name, 0.0), theirs.get(name, 0.0)) for name in mine.keys() | theirs.keys()]
+    return all(abs(norm - other) <= most * max(other, _SMALL * whole) for norm, other in pairs)
 
 
 def _pairs(alone: Record, steps: list[Event]) -> Iterator[tuple[Event, Event]]:

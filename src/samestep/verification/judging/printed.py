@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from samestep.verification.journal import Event
-from samestep.verification.judging.outcomes import Place
+from samestep.verification.judging.evaluation_outcomes import Place
 
 _NAMES = (
     "accuracy|acc@\\d|acc|top-?1|top-?5|f1|auc|auroc|precision|recall|error|wer|bleu|iou|dice|perplexity|ppl|score|mae|rmse|mse"
@@ -144,7 +144,10 @@ def _compared(
             continue
         apart = list(_apart(pairs, here["where"]))
         agreeing = [one for one, other in pairs if one.number == other.number and not one.is_saturated]
-        lists = {one.start for one in agreeing}  # of numbers of one metric, some of which agree
+        # of numbers of one metric, some of which agree; at its end an evaluation's agrees, too
+        lists = {one.start for one in agreeing} | {
+            one.start for one, other in pairs if one.number == other.number and one.is_of_evaluation
+        }
         its_own = [one for one in apart if miscounts or not lists or one.is_of_evaluation or one.start in lists]
         if its_own and (here["drew"] != there["drew"] or place[0] in may_differ):
             unsure += 1
@@ -238,8 +241,10 @@ def metrics(line: Event) -> list[Metric]:
     sections = [(match.start(), match[1] is None) for match in _SECTION.finditer(text)]
     evaluates = any(is_evaluation for _, is_evaluation in sections)
     for match in _METRIC.finditer(text):
-        of = [is_evaluation for start, is_evaluation in sections if start <= match.start()]
-        is_of_training = bool(_OF_TRAINING.search(text[: match.start()])) or (evaluates and of[-1:] == [False])
+        behind = [is_evaluation for start, is_evaluation in sections if match.end(1) < start < match.start(2)]
+        of = behind[:1] or [is_evaluation for start, is_evaluation in sections if start <= match.start()]
+        is_last = behind[:1] == [False] or (evaluates and of[-1:] == [False])
+        is_of_training = is_last or bool(_OF_TRAINING.search(text[: match.start()]))
         numbers = [] if is_of_training else [_number_of(match, text), *_further(match, text)]
         found += [
             Metric(match[1], number, is_of_evaluation=of[-1:] == [True], start=match.start())

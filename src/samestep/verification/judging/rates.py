@@ -7,12 +7,14 @@ ranks' rate must lie between one process's and c times it, where c is the ratio 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from samestep.text import plural
-from samestep.verification.findings import AGREES, Finding, Severity
+from samestep.verification.findings import AGREES, DECLARED, Finding, Severity
 from samestep.verification.journal import Event
 from samestep.verification.judging.passes import passes
 from samestep.verification.judging.record import Rank, Record, Run, calls_in
@@ -254,6 +256,46 @@ def judge_scaled(record: Record, own_pace: Callable[[], Record], report: Report)
         report.findings.remove(note)
         cause = f"{note.cause}, but one process has as many samples in a step as all ranks together"
         report.add([replace(note, severity="error", cause=cause, fix=_FIX_SCALED)])
+
+
+def judge_settings(record: Record, own_pace: Callable[[], Record], report: Report) -> None:
+    """Adds whether optimizers have other numbers than in one process, such as the weight decay, at as many samples.
+
+    Elsewhere these numbers are lent to one process, since some are scaled with the ranks.
+    """
+    is_known = record.is_alike and report.coverage.get("gradients") in {AGREES, DECLARED}
+    if not is_known or not are_as_many(record, own_pace()):
+        return
+    first, alone = record.ranks[0], own_pace().ranks[0]
+    for step, other in zip(first.steps[: record.steps], alone.steps, strict=False):
+        both = zip(step["settings"], other["settings"], strict=False)
+        apart = [(name, one, theirs[name]) for mine, theirs in both for name, one in mine.items() if name in theirs]
+        apart = [(name, one, two) for name, one, two in apart if "lr" not in name and not _are_near(one, two)]
+        if apart and step["optimizer"] == other["optimizer"]:
+            name, mine, theirs = apart[0]
+            made = [one["where"] for one in first.of("optimizer") if one["number"] == step["optimizer"]]
+            found = Finding(
+                code="update-differs",
+                step=step["event"],
+                factor=round(mine / theirs, 6) if isinstance(mine, float) and theirs else None,
+                where=next(iter(made), None) or step["where"],
+                cause=f"the ranks step with the {name.replace('_', ' ')} {_shown(mine)}, and one process, whose steps "
+                f"have as many samples as those of all ranks, with {_shown(theirs)}",
+                fix="compute it from the data of all ranks: len(dataset), not len(sampler) or len(loader)",
+            )
+            report.add([found])
+            return
+
+
+def _are_near(one: Any, other: Any) -> bool:
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        return all(map(_are_near, one, other))
+    are_numbers = isinstance(one, int | float) and isinstance(other, int | float)
+    return math.isclose(one, other, rel_tol=_SAME) if are_numbers else bool(one == other)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
 
 
 def are_as_many(record: Record, alone: Record) -> bool:

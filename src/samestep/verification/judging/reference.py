@@ -43,12 +43,18 @@ class _Errors:
 
 
 def is_nearer(record: Record, run: Run, other: Run) -> bool:
-    """Whether the gradients of a run are nearer to the ranks' than another's, at the first step of both."""
+    """Whether the gradients of a run are nearer to the ranks' than another's, at a step of both.
+
+    It need not be the first: what is drawn before it is known on the ranks alone.
+    """
     common = [event for event in record.kept_steps if event["event"] in run.steps.keys() & other.steps.keys()]
-    if not common:
-        return False
-    ranks, number = record.gradients(common[0]), common[0]["event"]
-    one, two = (numerics.distance(ranks, each.gradients(number)).whole for each in (run, other))
+    one, two = (
+        min(
+            (numerics.distance(record.gradients(event), each.gradients(event["event"])).whole for event in common),
+            default=math.inf,
+        )
+        for each in (run, other)
+    )
     return one < two
 
 
@@ -77,10 +83,13 @@ class Comparison:
             report.cover("control", unchecked(unknown))
         until = min(self._in_step.astray, default=None)
         rates = Rates(self.record, self.whole, self.others.own_lengths, self.others.own_pace, until)
-        report.add(rates.findings())
+        rates_apart = list(rates.findings())
         common = [event for event in self.record.kept_steps if self._is_common(event)]
         reasons = {event["event"]: self.record.compressed(event).why_not(event) for event in common}
         common = [event for event in common if reasons[event["event"]] is None]
+        if rates_apart and common and Explanations(self.record, self.whole, self.others).is_made_up_for(common[0]):
+            rates_apart = [replace(found, severity="note", fix=None) for found in rates_apart]
+        report.add(rates_apart)
         if not common:
             report.cover("gradients", unchecked(next(filter(None, reasons.values()), None) or self._why()))
             return

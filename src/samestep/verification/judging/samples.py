@@ -6,6 +6,7 @@ index where the dataset has one and all ranks hold the same dataset; else by wha
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise, takewhile
@@ -31,6 +32,7 @@ _FEWEST = 16  # samples that are in one order on two sides, not by chance
 OF_WORKERS = "workers of a rank yields the same samples"
 CHOSEN = "that every rank chooses"
 _AS_CHOSEN = 0.8  # of the samples that one process chooses
+_BY_LUCK = math.log(1000)  # so many orders of some samples there are, or they come in one by chance
 _DRAWN = 20  # equal pairs to be expected of drawing with replacement: none at all is then not chance
 _MET = 10  # indices in common, to be expected by chance; then there is one but for 1 case in 20,000
 
@@ -52,7 +54,7 @@ def judge(record: Record, report: Report, own_pace: OwnPace | None = None) -> No
         found = [*_lengths(group), *_same_data(group, record), *_once(group, record, own_pace)]
         known = {(one.code, one.severity, one.where) for one in report.findings}  # in the first epoch and in the next
         report.add([one for one in found if (one.code, one.severity, one.where) not in known])
-    report.add(_orders(training, draws=any(rank.of("order") for rank in record.ranks)))
+    report.add(_orders(training, draws=any(map(_draws_orders, record.ranks))))
     report.add(_dropped(record, training))
     report.add(resumed.judge(record, own_pace))
     whole = [group for group in training if _is_whole(group, record)]
@@ -235,11 +237,13 @@ def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> It
         and not _follows_a_cut(record.ranks[0], group[0])
         and (alone := _read_alone(group, own_pace())) is not None
     ):
-        if count := passed_over(identities, alone.rows, are_whole=all(one.complete for one in [*group, alone])):
+        tail = _largest_tail(group) if all(one.complete for one in [*group, alone]) else None
+        if count := passed_over(identities, alone.rows, tail):
             yield left_out(count, where)
-    elif by_index and size is not None and all(one.is_known for one in group) and not group[0].about["drop_last"]:
+    elif by_index and size is not None and all(one.is_known for one in group):
         missing = size - len({*counts, *_begun_before(group, record)})
-        if missing > 0 and _is_split(group):
+        tail = _largest_tail(group) if group[0].about["drop_last"] else 0
+        if missing > tail and _is_split(group):
             is_plain = own_pace is None or _drops_incomplete_batch(group, missing)
             as_alone = own_pace is not None and not is_plain and _misses_alone(group, own_pace(), missing)
             yield _missing(group, missing, size, where, as_alone=as_alone)
@@ -307,7 +311,7 @@ def _read_alone(group: Sequence[Pass], alone: Record) -> Pass | None:
     return made[0] if made and made[0].rows else None
 
 
-def passed_over(parts: Sequence[Sequence[str]], stream: Sequence[str], *, are_whole: bool = False) -> int:
+def passed_over(parts: Sequence[Sequence[str]], stream: Sequence[str], tail: int | None = None) -> int:
     """Returns how many of the samples of one process the ranks leave out, where those are many, else 0.
 
     Each rank reads what one process reads, in the same order, and leaves some out: those of the others, or more. Two
@@ -316,9 +320,9 @@ def passed_over(parts: Sequence[Sequence[str]], stream: Sequence[str], *, are_wh
     Args:
         parts: the samples of each rank, in order.
         stream: those of one process.
-        are_whole: whether all of them are at their end. Then their order does not matter.
+        tail: how many the ranks may leave out at their end, if all are there. Then their order does not matter.
     """
-    if are_whole:
+    if tail is not None:
         end, used = len(stream), {row for part in parts for row in part}
         if len(used.difference(stream)) > _BY_CHANCE * len(used):
             return 0
@@ -330,7 +334,7 @@ def passed_over(parts: Sequence[Sequence[str]], stream: Sequence[str], *, are_wh
         used = {row for part, count, _ in read for row in part[:count]}
     passed = set(stream[:end])
     missing = len(passed - used)
-    return missing if missing > _LEFT_OUT * len(passed) else 0
+    return missing if missing > (_LEFT_OUT * len(passed) if tail is None else tail) else 0
 
 
 def _in_order(part: Sequence[str], stream: Sequence[str]) -> tuple[int, int]:
@@ -446,6 +450,11 @@ def _drops_incomplete_batch(group: Sequence[Pass], missing: int) -> bool:
     return bool(size) and missing < size * len(group) and all(b["size"] == size for one in group for b in one.batches)
 
 
+def _largest_tail(group: Sequence[Pass]) -> int:
+    """How many samples ranks leave out at most that leave out what fills no batch, or no round of the ranks."""
+    return len(group) * (1 + max((batch["size"] for one in group for batch in one.batches), default=0))
+
+
 def _missing(group: Sequence[Pass], missing: int, size: int, where: str, *, as_alone: bool) -> Finding:
     cause = f"in epoch {group[0].number} {plural(missing, 'sample')} of {size} are used on no rank"
     why = None
@@ -471,21 +480,35 @@ def _alike(group: Sequence[Pass]) -> Iterator[Finding]:
         )
 
 
+def _draws_orders(rank: Rank) -> bool:
+    """Whether a line draws an order while samples are loaded: once a pass, and not for each batch or sample."""
+    drawn = Counter(event["where"] for event in rank.of("order"))
+    return bool(drawn) and min(drawn.values()) <= len(rank.of("pass"))
+
+
 def _orders(training: list[list[Pass]], draws: bool) -> Iterator[Finding]:
     """Whether the order changes from epoch to epoch, where it is one that was drawn; `draws`: by a line of the script.
 
-    An order that no sampler is asked to shuffle, such as one by length, may be the same in all of them.
+    An order that no sampler is asked to shuffle, such as one by length, may be the same in all of them; and a few
+    samples may come in one order by chance.
     """
     by_key: dict[str, list[Pass]] = {}
     for group in training:
         by_key.setdefault(group[0].about["key"], []).append(group[0])
     for ranks_passes in by_key.values():
-        for earlier, later in pairwise(ranks_passes):
-            common = min(len(earlier.order), len(later.order))
-            is_same = common > 1 and earlier.order[:common] == later.order[:common]
-            if is_same and _was_drawn(earlier, later, draws):
-                yield _same_order(earlier, common)
-                return
+        same = [(one, common) for one, other in pairwise(ranks_passes) if (common := _begin_alike(one, other, draws))]
+        orders = [math.lgamma(common + 1) for _, common in same]  # the logarithms of how many there are
+        if max(orders, default=0) > _BY_LUCK or (len(same) == len(ranks_passes) - 1 and sum(orders) > _BY_LUCK):
+            yield _same_order(*same[0])
+            return
+
+
+def _begin_alike(earlier: Pass, later: Pass, draws: bool) -> int:
+    """With how many samples in one order two passes begin that somebody shuffled; 0 where they do not."""
+    common = min(len(earlier.order), len(later.order))
+    are_of_one_length = len(earlier.order) == len(later.order) or not (earlier.is_known and later.is_known)
+    is_same = are_of_one_length and earlier.order[:common] == later.order[:common]
+    return common if is_same and _was_drawn(earlier, later, draws) else 0
 
 
 def _was_drawn(earlier: Pass, later: Pass, draws: bool) -> bool:

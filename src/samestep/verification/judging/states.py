@@ -410,7 +410,7 @@ def _stale(record: Record, report: Report, own_pace: Callable[[], Record] | None
     stepped = _stepped_by_hand(record.ranks[0])
     orphans, left_out = ([name for name in event[key] if name not in stepped] for key in ("orphans", "left_out"))
     idle = [name for name, digest in event["gradients"].items() if digest is None]
-    if orphans and idle:
+    if (left_out and idle) or (orphans and len(idle) == len(event["gradients"])):
         cause = (
             f"{plural(len(idle), 'parameter')} of the optimizer never get a gradient, and "
             f"{listed(orphans, 'parameter')} of the model get one and are in no optimizer: it was made from "

@@ -273,8 +273,10 @@ def _saves(ranks: Sequence[Rank]) -> dict[tuple[str, int], list[Event]]:
 def _nothing_loaded(record: Record) -> Iterator[Finding]:
     """Whether a state was given to a model that has none of its names."""
     loads = [(rank.number, event) for rank in record.ranks for event in rank.of("weights")]
+    held = {(rank, event["event"], event["held"]) for rank, event in loads if event["missing"] < event["held"]}
     for rank, event in loads:
-        if event["missing"] and event["missing"] == event["held"] and event["unexpected"]:
+        is_tried_again = (rank, event["event"], event["held"]) in held  # with other names
+        if event["missing"] and event["missing"] == event["held"] and event["unexpected"] and not is_tried_again:
             yield Finding(
                 code="checkpoint-inexact",
                 rank=rank,

@@ -54,8 +54,8 @@ def keep(journal: TraceWriter, place: str, name: str, value: Any, *, within: boo
     kept = journal.keep(tensor.detach().cpu())
     shape = list(tensor.shape)
     digested = digest(torch.as_tensor(tensor))
-    whole = are_whole(tensor)
-    journal.write("draw", **about, shape=shape, digest=digested, kept=kept, whole=whole)
+    about |= {"whole": are_whole(tensor), "is_one_number": _is_one_number(tensor)}
+    journal.write("draw", **about, shape=shape, digest=digested, kept=kept)
 
 
 def begins_parameters(name: str) -> bool:
@@ -70,6 +70,11 @@ def note_order(journal: TraceWriter, where: str, name: str, value: Any) -> None:
     tensor = as_tensor(value)
     if tensor is not None and tensor.numel() > 1:
         journal.write("order", where=where, name=name, digest=digest(torch.as_tensor(tensor)))
+
+
+def _is_one_number(tensor: Any) -> bool:
+    """Whether a draw has come to one number everywhere: noise of a probability, or a scale, of 0 or 1."""
+    return bool(tensor.numel()) and bool((tensor == tensor.flatten()[0]).all())
 
 
 def are_whole(tensor: Any) -> bool:

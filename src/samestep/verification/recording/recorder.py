@@ -140,7 +140,7 @@ class Recorder(ScriptObserver):
             if self._draws_samples and not yielded:
                 self.journal.write("draws_samples", key=epoch.key, number=epoch.number)
             if noise is not None and yielded < _NOISY and (after := self._noise_of(epoch)) != noise:
-                about = {"index": yielded, "state": noise.state, "where": noise.where}
+                about = {"index": yielded, "state": noise.state, "after": after and after.state, "where": noise.where}
                 self.journal.write("noise", key=epoch.key, number=epoch.number, **about)
                 noise = after
             yielded += 1

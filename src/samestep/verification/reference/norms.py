@@ -16,15 +16,23 @@ from samestep.instrument.patch import patch
 _WHOLE = "samestep_is_synchronised"
 
 
-def slice_norms(module: ModuleType, rows: Callable[[], list[Sequence[int]]]) -> None:
-    """Changes torch's BatchNorm, and no class derived from it; `rows` returns the places of each rank's samples."""
+def slice_norms(
+    module: ModuleType, rows: Callable[[], list[Sequence[int]]], on_other: Callable[[], None] = lambda: None
+) -> None:
+    """Changes torch's BatchNorm, and no class derived from it; `rows` returns the places of each rank's samples.
+
+    `on_other` is called where it normalises what is not known to be one value for each sample, in their order.
+    """
 
     @patch(module._BatchNorm, "forward", compiled=True)  # noqa: SLF001
     def forward(original: Any, self: Any, value: Any) -> Any:
         parts = rows()
         total = sum(map(len, parts))
         own = type(self).__module__.startswith("torch.nn.modules.batchnorm") and not hasattr(self, _WHOLE)
-        if not (self.training and own and len(parts) > 1 and total and value.shape[0] % total == 0):
+        is_cut = self.training and own and len(parts) > 1 and total and value.shape[0] % total == 0
+        if self.training and not hasattr(self, _WHOLE) and not (is_cut and value.shape[0] == total):
+            on_other()
+        if not is_cut:
             return original(self, value)
         import torch
 

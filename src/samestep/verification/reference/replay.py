@@ -82,9 +82,12 @@ class Replay(ScriptObserver):
         if self.record.is_by_hand:
             on_import("torch.nn.modules.module", self._watch_models)
         self._are_local = next((event["norms"] for event in first.of("start") if event.get("norms")), [True])
+        self._other_norms = False  # whether BatchNorm normalises something else than a value for each sample
         self._rows: list[Sequence[int]] = []  # places of each rank's samples, where no DataLoader yields them
         self.inputs.on_rows = self._note_rows
-        on_import("torch.nn.modules.batchnorm", lambda module: slice_norms(module, self._rows_of_ranks))
+        on_import(
+            "torch.nn.modules.batchnorm", lambda module: slice_norms(module, self._rows_of_ranks, self._on_other_norms)
+        )
 
     def _training_passes(self) -> dict[tuple[str, int], list[list[Event]]]:
         """Key and number of a pass -> the chosen ranks' batches."""
@@ -177,6 +180,11 @@ class Replay(ScriptObserver):
         self._loaded.append(sizes)
         self._use_sizes()
 
+    def _on_other_norms(self) -> None:
+        if self.is_open and not self._other_norms:
+            self._other_norms = True
+            self.journal.write("other_norms", window=self.window)
+
     def _rows_of_ranks(self) -> list[Sequence[int]]:
         """The places of each rank's samples in what the models get."""
         starts = [sum(self.sizes[:rank]) for rank in range(len(self.sizes))]
@@ -239,7 +247,7 @@ class Replay(ScriptObserver):
                 return value
             value = joined(self._values(events), sizes)
         except UnjoinableError as error:
-            value = self._collated([event["indices"] for _, event in events], loader, error)
+            value = self._collated(events, loader, error)
         return permuted(value, self._order(sizes)) if self._permuted and any(sizes) else value
 
     def _values(self, events: list[tuple[int, Event]]) -> list[Any]:
@@ -259,31 +267,40 @@ class Replay(ScriptObserver):
 
         None where rows are samples, or where the samples are other ones when they are loaded again.
         """
-        import torch
-
-        from samestep.runtime.rng import RngState
-        from samestep.verification.recording.datasets import sample_digest
-
         indices = [event["indices"] or [] for _, event in events]
         are_samples = any(event["size"] in {0, len(own)} for (_, event), own in zip(events, indices, strict=True))
         is_one_each = getattr(loader, "batch_sampler", None) is None  # what is loaded is no batch of samples
         if len(events) == 1 or are_samples or is_one_each or not all(indices):
             return None
-        states = RngState.capture(torch.device("cpu"))
-        anew = [sample_digest(self._loaded_anew(loader, own)) for own in indices]
-        if anew != list(map(sample_digest, self._values(events))):
-            states.restore()  # its dataset draws
+        if not self._are_made_again(events, loader):
             return None
         self.journal.write("collated")
         known = [index for own in indices for index in own]
         order = self._order(list(map(len, indices))).tolist() if self._permuted else range(len(known))
         return self._loaded_anew(loader, [known[place] for place in order])
 
-    def _collated(self, indices: list[list[int] | None], loader: Any, error: Exception) -> Any:
+    def _are_made_again(self, events: list[tuple[int, Event]], loader: Any) -> bool:
+        """Whether the samples of some batches are the same ones when they are loaded again, and nothing is drawn."""
+        import torch
+
+        from samestep.runtime.rng import RngState
+        from samestep.verification.recording.datasets import sample_digest
+
+        states = RngState.capture(torch.device("cpu"))
+        anew = [sample_digest(self._loaded_anew(loader, event["indices"])) for _, event in events]
+        if anew != list(map(sample_digest, self._values(events))):
+            states.restore()
+            return False
+        return True
+
+    def _collated(self, events: list[tuple[int, Event]], loader: Any, error: Exception) -> Any:
         """Loads the samples anew, and lets the script's own function make one batch of them, padded alike, say."""
+        indices = [event["indices"] for _, event in events]
         known = [index for theirs in indices for index in theirs or []]
         if any(theirs is None for theirs in indices) or not callable(getattr(loader, "collate_fn", None)):
             self._give_up(str(error))
+        if all(event["kept"] is not None for _, event in events) and not self._are_made_again(events, loader):
+            self._give_up(f"{error}; and random numbers make them other ones when they are loaded again")
         self.journal.write("collated")
         return self._loaded_anew(loader, known)
 
