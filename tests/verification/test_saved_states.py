@@ -201,6 +201,13 @@ def test_a_file_that_another_model_is_evaluated_with_is_no_resume() -> None:
     assert judged(*events).findings == []
 
 
+def test_what_another_model_was_loaded_into_need_not_come_back() -> None:
+    """A student begins anew, with the names and shapes of the teacher that was saved."""
+    for into_others, codes in ((True, []), (False, ["checkpoint-inexact"])):
+        report = judged(save(WHOLE), load(WHOLE), resumed(buffers={"mean": "other"}, into_others=into_others))
+        assert [one.code for one in report.errors] == codes
+
+
 @pytest.mark.parametrize(
     ("missing", "unexpected", "is_found"), [(2, 2, True), (1, 2, False), (2, 0, False), (0, 0, False)]
 )

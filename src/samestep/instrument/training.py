@@ -294,7 +294,8 @@ def _load_state_dict(original: Any, model: Any, *args: Any, **kwargs: Any) -> An
     where = user_line()
     result = original(model, *args, **kwargs)
     missing, unexpected = len(result.missing_keys), len(result.unexpected_keys)
-    notify("weights", where=where, missing=missing, unexpected=unexpected, held=len(model.state_dict()))
+    held = len(model.state_dict())
+    notify("weights", where=where, model=model, missing=missing, unexpected=unexpected, held=held)
     return result
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -464,10 +464,11 @@ def _numbered(events: list[Event], place: Callable[[Event], tuple[Any, ...]]) ->
 def _loaded_apart(record: Record, alone: Record | None) -> Iterator[Finding]:
     """Whether ranks evaluate with other parameters, since they have loaded others: the best of each rank's own, say.
 
-    Not where one process evaluates what it loads more often: then the ranks have divided that among themselves.
+    Not where one process makes more passes over the data there: then ranks divide what is loaded among themselves.
     """
-    counts = [_loads_evaluated(rank) for one in (record, alone) if one is not None for rank in one.ranks[:1]]
-    if counts[-1:] > counts[:1]:
+    phases = {event["phase"] for event in record.ranks[0].of("evaluates") if event["loaded"] is not None}
+    counts = [_count_passes(rank, phases) for one in (record, alone) if one is not None for rank in one.ranks[:1]]
+    if counts[-1] > counts[0]:
         return
     used = [{event["phase"]: event for event in rank.of("evaluates")} for rank in record.ranks]
     for place, _, first, other in beside_first(used):
@@ -489,8 +490,8 @@ def _loaded_apart(record: Record, alone: Record | None) -> Iterator[Finding]:
             return
 
 
-def _loads_evaluated(rank: Rank) -> int:
-    return len({event["phase"] for event in rank.of("evaluates") if event["loaded"] is not None})
+def _count_passes(rank: Rank, phases: Container[str]) -> int:
+    return len({pass_of(event) for event in rank.of("evaluated") if event["phase"] in phases})
 
 
 def _weights_apart(record: Record) -> Iterator[Finding]:

@@ -237,13 +237,12 @@ def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> It
         and not _follows_a_cut(record.ranks[0], group[0])
         and (alone := _read_alone(group, own_pace())) is not None
     ):
-        tail = _largest_tail(group) if all(one.complete for one in [*group, alone]) else None
+        tail = _largest_tail(group) if all(one.complete for one in [*group, alone]) else None  # else where they end
         if count := passed_over(identities, alone.rows, tail):
             yield left_out(count, where)
     elif by_index and size is not None and all(one.is_known for one in group):
         missing = size - len({*counts, *_begun_before(group, record)})
-        tail = _largest_tail(group) if group[0].about["drop_last"] else 0
-        if missing > tail and _is_split(group):
+        if missing > (_largest_tail(group) if group[0].about["drop_last"] else 0) and _is_split(group):
             is_plain = own_pace is None or _drops_incomplete_batch(group, missing)
             as_alone = own_pace is not None and not is_plain and _misses_alone(group, own_pace(), missing)
             yield _missing(group, missing, size, where, as_alone=as_alone)
@@ -451,8 +450,10 @@ def _drops_incomplete_batch(group: Sequence[Pass], missing: int) -> bool:
 
 
 def _largest_tail(group: Sequence[Pass]) -> int:
-    """How many samples ranks leave out at most that leave out what fills no batch, or no round of the ranks."""
-    return len(group) * (1 + max((batch["size"] for one in group for batch in one.batches), default=0))
+    """How many samples ranks leave out at most that leave out what fills no round of the ranks, or no batch."""
+    about, sizes = group[0].about, [batch["size"] for one in group for batch in one.batches]
+    drops_batches = about["drop_last"] or about["batch_size"] is None
+    return len(group) * (1 + (max(sizes, default=0) if drops_batches else 0))
 
 
 def _missing(group: Sequence[Pass], missing: int, size: int, where: str, *, as_alone: bool) -> Finding:

@@ -322,7 +322,7 @@ def _value(digest: str) -> str:
 
 def _compared(rank: Rank, event: Event, state: Event) -> Iterator[Finding]:
     step = _step_of(rank, event)
-    if step is None:
+    if step is None or event.get("into_others"):  # a teacher's, say
         return
     where = _where_loaded(rank, event)
     now, others = step["parameters"], _of_other_shapes(rank, step, state)

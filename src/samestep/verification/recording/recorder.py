@@ -82,6 +82,7 @@ class Recorder(ScriptObserver):
         self._local_tensors = 0
         self._masks = 0  # of the window at hand that were looked at
         self._loaded: str | None = None
+        self._given_weights: list[weakref.ref[Any]] = []  # models that a state was given to since then
         self._loaded_buffers: dict[str, str] = {}
         self._averaged: dict[int, dict[str, Any] | None] = {}  # model -> its event of this window; None: several values
         self._averages_reported = 0
@@ -454,8 +455,16 @@ class Recorder(ScriptObserver):
             optimizers=[one for one in self.optimizers.states() if one["number"] == optimizer.samestep_number],
             buffers=self._loaded_buffers,
             averaged=self._loaded_averaged,
+            into_others=self._was_loaded_into_others(optimizer),
         )
         self._loaded = None
+
+    def _was_loaded_into_others(self, optimizer: Any) -> bool:
+        """Whether what was loaded went into other models than that of an optimizer, which has not stepped yet."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        given = [model for one in self._given_weights if (model := one()) is not None]
+        are_others = all(held.isdisjoint(map(id, model.parameters())) for model in given)
+        return bool(given) and are_others and not optimizer.state
 
     def _keep(self, value: Callable[[], Any], *, by_all: bool = False) -> int | None:
         """Of replicas the first rank's values are enough; of what is cut, or if so ordered, all keep theirs."""
@@ -545,6 +554,7 @@ class Recorder(ScriptObserver):
         if kind == "scheduled" and fields["why"] is None:
             fields = _held_against(**fields)
         if kind == "weights":
+            self._given_weights.append(weakref.ref(fields.pop("model")))
             self._loaded_at, self._evaluates = fields["where"], None  # what is evaluated from now on are others
         if kind == "scaled":
             self.scaler = fields["scaler"]
@@ -572,7 +582,7 @@ class Recorder(ScriptObserver):
                     reported = {"optimizers": self.optimizers.states(), "averaged": averaged}
                     fields["state"] = self.optimizers.digests() | reported
             else:
-                self._loaded = fields["path"]
+                self._loaded, self._given_weights = fields["path"], []
         self.journal.write(kind, window=self.window, event=self.window, **fields)
 
     def _watch_local(self, where: str, local: Any) -> None:
