@@ -290,6 +290,14 @@ def test_nothing_of_a_script_is_kept_alive() -> None:
     assert not [one for one in gc.get_objects() if id(one) == known and isinstance(one, nn.Module)]
 
 
+def test_noise_of_layers_is_off_and_draws_nothing() -> None:
+    subscribe(Callbacks(), randomness.without_dropout_and_autocast)
+    values, before = torch.linspace(-1, 1, 8), torch.get_rng_state()
+    for layer in (nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.RReLU()):
+        assert torch.equal(layer(values), layer.eval()(values))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_what_torch_draws_for_the_script_is_reported() -> None:
     one = Recording()
     subscribe(one, *_GROUPS)

@@ -119,6 +119,19 @@ def _attention(
     return original(query, key, value, attn_mask, 0.0, *args, **kw)
 
 
+@without_dropout_and_autocast.patch("torch.nn.functional", "rrelu", compiled=True)
+def _rrelu(
+    original: Any,
+    input: Any,  # noqa: A002
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Any:
+    del training  # which draws a slope for each number
+    return original(input, lower, upper, False, inplace)
+
+
 @without_dropout_and_autocast.patch("torch.nn.modules.rnn", "RNNBase.__init__")
 def _make_recurrent(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
