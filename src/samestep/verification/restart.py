@@ -14,7 +14,7 @@ from samestep.text import numbers
 from samestep.verification.claims import differences
 from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
-from samestep.verification.judging import resumed, storage
+from samestep.verification.judging import resumed, states, storage
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner
@@ -44,6 +44,7 @@ def judge(runner: Runner, record: Record, how: dict[str, Any], report: Report) -
     found = Report(ranks=report.ranks)
     storage.judge(both, found)
     found.add(resumed.judge(both))
+    found.add(_ranks_apart(again.record))
     state = found.coverage["checkpoint"]
     if state == unchecked(storage.NOT_LOADED):
         report.cover("checkpoint", unchecked(_NOTHING_LOADED))
@@ -59,6 +60,21 @@ def judge(runner: Runner, record: Record, how: dict[str, Any], report: Report) -
     if state == PROVED and found.findings:
         state = AGREES
     report.cover("checkpoint", state, f"{stopped}; it goes on with step {saved if begun is None else begun}")
+
+
+def _ranks_apart(again: Record) -> Iterator[Finding]:
+    """Whether the ranks of a second start come apart, as they did not without a stop."""
+    compared = Report(ranks=again.size)
+    states.judge(again, compared)
+    for one in compared.errors[:1]:
+        yield Finding(
+            code="checkpoint-inexact",
+            rank=one.rank,
+            tensor=one.tensor,
+            where=_loaded_at(again),
+            cause=f"the ranks do not go on alike: {one.cause}",
+            fix="load on every rank all that changes while training, the optimizer's state too",
+        )
 
 
 def _last_saved(record: Record) -> int | None:

@@ -354,7 +354,8 @@ def _judge_cut(record: Record, alone: Record, report: Report, first: parts.Parts
     known = first if first is not None and first.are_whole else None
     values = () if known is None else (known.places, known.summed)
     parts_of_one = cut.Parts(record, alone, *values)
-    parts_of_one.find_apart(report)
+    if not record.by_themselves:  # else there are several models, of which one may be that of one process
+        parts_of_one.find_apart(report)
     if first is not None and not report.errors:
         report.add(first.equal_parts())
         report.add(first.scaled_parts())

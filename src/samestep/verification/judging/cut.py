@@ -63,7 +63,7 @@ class Parts:
         for place in range(min(_FIRST, self._steps) if self._are_whole else 0):
             if not self._have_its_rates(place):
                 return
-            pairs = list(self._pairs(place))
+            pairs = [pair for pair in self._pairs(place) if pair.mine or pair.other]  # zeros are alike for any samples
             same = sum(pair.is_within(_SAME) for pair in pairs)
             if len(pairs) < _FEWEST or same < _MOST * len(pairs):
                 return

@@ -103,10 +103,11 @@ def _values(record: Record, rows: list[_Row]) -> Tensor | None:
 
 def _vary(record: Record, alone: Record, group: Sequence[Pass]) -> bool:
     """Whether random numbers may make the rows: each process draws its own."""
-    if group[0].about["workers"] or group[0].about.get("replacement"):
+    name, processes = group[0].key, [*record.data.ranks, alone.ranks[0]]
+    workers = [one for rank in processes for one in rank.of("worker") if one["key"] == name[0]]
+    may_draw = group[0].about["workers"] and (not workers or any(one["used"] for one in workers))
+    if may_draw or group[0].about.get("replacement"):
         return True
-    name = group[0].key
-    processes = [*record.data.ranks, alone.ranks[0]]
     while_loading = any(
         (event["key"], event["number"]) == name for rank in processes for event in rank.of("noise", "draws_samples")
     )

@@ -97,6 +97,7 @@ def _is_taken(record: Record, alone: Record, place: int, most: float) -> bool:
     return all(
         step["optimizer"] == other["optimizer"]
         and step["rates"] == other["rates"]
+        and not rates.settings_apart(step, other)
         and _have_norms(record.norms(step), other["norms"], most)
         for step in record.events_of_step(place)
     )

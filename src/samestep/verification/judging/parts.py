@@ -10,7 +10,7 @@ sequence, expert or pipeline parallelism.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -215,6 +215,9 @@ class Parts:
                 key = f"{rank.number} {name}"
                 mine[key], theirs[key] = place.held(one), place.of(whole[place.name])
                 about[key] = (rank, name, place)
+        for keys in self._averaged_within(number, about):
+            average = torch.stack([mine[key] for key in keys]).mean(0)
+            mine |= dict.fromkeys(keys, average)
         errors = numerics.distance(mine, theirs).errors
         size = math.hypot(*(float(one.norm()) for one in theirs.values()))
         pairs = {key: _Pair(*about[key], mine[key], theirs[key]) for key in mine}
@@ -222,6 +225,20 @@ class Parts:
             pair for key, pair in pairs.items() if errors[key] <= _NEAR and float(theirs[key].norm()) > _NEAR * size
         ]
         return same, [pair for key, pair in pairs.items() if errors[key] > _LARGE]
+
+    def _averaged_within(self, number: int, about: Mapping[str, tuple[Rank, str, Place]]) -> Iterator[list[str]]:
+        """What ranks hold alike whose gradients a step averages: it makes equal values of unequal gradients."""
+        alike: dict[str, list[str]] = {}
+        for key, (_, _, place) in about.items():
+            alike.setdefault(place.name, []).append(key)
+        for keys in alike.values():
+            steps = [
+                (rank.steps[number], name) for rank, name, place in map(about.__getitem__, keys) if place.dim is None
+            ]
+            after = {(step["after"] or {}).get(name) for step, name in steps}
+            gradients = {step["gradients"].get(name) for step, name in steps}
+            if len(steps) == self.record.size and len(after) == 1 < len(gradients) and None not in after:
+                yield keys
 
     def _have_its_rates(self, number: int) -> bool:
         rates = [{*rank.steps[number]["rates"]} for rank in [*self.record.ranks, self.alone.ranks[0]]]

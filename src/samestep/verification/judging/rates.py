@@ -268,10 +268,7 @@ def judge_settings(record: Record, own_pace: Callable[[], Record], report: Repor
         return
     first, alone = record.ranks[0], own_pace().ranks[0]
     for step, other in zip(first.steps[: record.steps], alone.steps, strict=False):
-        both = zip(step["settings"], other["settings"], strict=False)
-        apart = [(name, one, theirs[name]) for mine, theirs in both for name, one in mine.items() if name in theirs]
-        apart = [(name, one, two) for name, one, two in apart if "lr" not in name and not _are_near(one, two)]
-        if apart and step["optimizer"] == other["optimizer"]:
+        if step["optimizer"] == other["optimizer"] and (apart := settings_apart(step, other)):
             name, mine, theirs = apart[0]
             made = [one["where"] for one in first.of("optimizer") if one["number"] == step["optimizer"]]
             found = Finding(
@@ -285,6 +282,13 @@ def judge_settings(record: Record, own_pace: Callable[[], Record], report: Repor
             )
             report.add([found])
             return
+
+
+def settings_apart(step: Event, other: Event) -> list[tuple[str, Any, Any]]:
+    """Returns name and values of each number of an optimizer's groups but their rates that two steps have otherwise."""
+    both = zip(step["settings"], other["settings"], strict=False)
+    known = [(name, one, theirs[name]) for mine, theirs in both for name, one in mine.items() if name in theirs]
+    return [(name, one, two) for name, one, two in known if "lr" not in name and not _are_near(one, two)]
 
 
 def _are_near(one: Any, other: Any) -> bool:

@@ -269,6 +269,23 @@ class Record:
         """Returns the parameters and the optimizers' state that a step has made, of all ranks together."""
         return self._whole(self._updates(step))
 
+    def of_shards(self, step: Event) -> set[tuple[str, str]]:
+        """Names and keys of state that ranks hold of their parts of parameters, each a number of its own: a norm, say.
+
+        It is no part of anything; where it makes an update wrong, that is seen.
+        """
+        from samestep.verification.recording.parts import has_parts
+
+        found: dict[tuple[str, str], list[Any]] = {}
+        for values in self._kept(self._updates(step)) if self.is_cut else ():
+            for name, state in values["states"].items():
+                for key, value in state.items():
+                    found.setdefault((name, key), []).append(value)
+        plain = {place: values for place, values in found.items() if not has_parts(values)}
+        return {
+            place for place, values in plain.items() if any(_value_of(one) != _value_of(values[0]) for one in values)
+        }
+
     def _updates(self, step: Event) -> list[Event]:
         updates = self._of_step("updated", step)
         return [events[0] for events in updates] if all(updates) else []
@@ -304,10 +321,13 @@ class Record:
 
     @cached_property
     def data(self) -> Record:
-        """The ranks that have samples of their own: of those that share a sharded model's batches, the first."""
-        if not self.is_cut:
-            return self
+        """The ranks that have samples of their own: of those that share a sharded model's batches, the first.
+
+        If optimizers alone hold parts, of models that each rank has whole, all of them have.
+        """
         wraps = self.ranks[0].of("wrap")
+        if not self.is_cut or not (wraps or any(start.get("cut", True) for start in self.ranks[0].of("start"))):
+            return self
         everybody = [rank.number for rank in self.ranks]
         return self.of_ranks(wraps[-1].get("ranks") or everybody if wraps else everybody[:1])
 
@@ -335,6 +355,10 @@ class Record:
         from samestep.instrument.script_io import load_unreported
 
         return load_unreported(journal.value_path(self.folder, rank, number), weights_only=False)
+
+
+def _value_of(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _stepped(event: Event, after: dict[str, Any] | None) -> Event:

@@ -46,7 +46,7 @@ def judge(record: Record, report: Report, own_pace: Callable[[], Record] | None 
         report.cover("gradients", unchecked(why))
         report.cover("parameters", copies, f"{why}: alike before the first step and behind every average")
     _stale(record, report, own_pace)
-    report.add(_undone(record))
+    report.add(_undone(record, own_pace))
 
 
 def _unequal_copies(record: Record) -> Iterator[Finding]:
@@ -59,14 +59,18 @@ def _unequal_copies(record: Record) -> Iterator[Finding]:
             return
 
 
-def _undone(record: Record) -> Iterator[Finding]:
-    """Whether what a rank has made of its own parameters is lost, where each rank's optimizer holds others."""
+def _undone(record: Record, own_pace: Callable[[], Record] | None) -> Iterator[Finding]:
+    """Whether what a rank has made of its own parameters is lost, where each rank's optimizer holds others.
+
+    One process may put a parameter back, too: one that is clamped, say.
+    """
     single = all(len({step["optimizer"] for step in rank.steps}) == 1 for rank in record.ranks)  # one inside another?
     for rank in [] if record.is_alike or not single else record.ranks:
         for step, following in pairwise(rank.steps[: record.steps]):
-            before, after, then = step["parameters"], step["after"] or {}, following["parameters"]
-            lost = [name for name in after if after[name] != before.get(name) == then.get(name)]
-            if lost:
+            lost = _put_back(step, following)
+            alone = own_pace().ranks[:1] if lost and own_pace is not None else []
+            kept = {name for one in alone for pair in pairwise(one.steps) for name in _put_back(*pair)}
+            if lost and not kept.issuperset(lost):
                 yield Finding(
                     code="parameters-diverged",
                     rank=rank.number,
@@ -78,6 +82,12 @@ def _undone(record: Record) -> Iterator[Finding]:
                     fix="send each parameter from the rank whose optimizer holds it: dist.broadcast(p, src=owner)",
                 )
                 return
+
+
+def _put_back(step: Event, following: Event) -> list[str]:
+    """The parameters that a step changes, and that are what they were before it when the next one begins."""
+    before, after, then = step["parameters"], step["after"] or {}, following["parameters"]
+    return [name for name in after if after[name] != before.get(name) == then.get(name)]
 
 
 def foreign_to(record: Record) -> str | None:

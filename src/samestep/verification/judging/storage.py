@@ -63,6 +63,8 @@ def _without_buffers(record: Record) -> Iterator[Finding]:
             if not state or not set(state["parameters"].values()) <= held:
                 continue
             changed = {name: one for name, one in state["buffers"].items() if begun.get(name) != one}
+            if any(_has_buffers(one) for one in rank.of("save")):  # then this is a snapshot, for something else
+                return
             beside = [one for one in rank.of("save") if one["event"] == save["event"]]
             if changed and not set(changed.values()) & {one for each in beside for one in each["digests"].values()}:
                 yield Finding(
@@ -74,6 +76,13 @@ def _without_buffers(record: Record) -> Iterator[Finding]:
                     fix="torch.save(model.state_dict(), …), which has both",
                 )
                 return
+
+
+def _has_buffers(save: Event) -> bool:
+    """Whether a file holds all parameters and all buffers of the models that are trained."""
+    state = save.get("state") or {}
+    wanted = {*state.get("parameters", {}).values(), *state.get("buffers", {}).values()}
+    return bool(state.get("buffers")) and wanted <= set(save["digests"].values())
 
 
 def _parts_saved_as_whole(record: Record) -> Iterator[Finding]:

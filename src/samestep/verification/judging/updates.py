@@ -143,10 +143,11 @@ class Updates:
         usual = _usual([(right, earlier) for _, right, earlier in both.values()])
         for name, (mine, right, earlier) in both.items():
             yield _of_parameter(name, mine, right, earlier, usual, coarsest)
+        of_shards = record.of_shards(step)
         for name, state in theirs["states"].items():
             for key, right in state.items():
                 mine = ours["states"].get(name, {}).get(key)
-                if mine is not None:
+                if mine is not None and (name, key) not in of_shards:
                     yield _of_state(name, key, mine, right, coarsest)
 
     def _beyond_rounding(self, step: Event, wrong: list[_Difference]) -> list[_Difference]:

@@ -29,7 +29,7 @@ from samestep.verification.recording.compressing import Compressing
 from samestep.verification.recording.containers import mapped, named_tensors
 from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.recording.limit import Limit, Pass
-from samestep.verification.recording.naming import bare, batch_norms, made_at, named
+from samestep.verification.recording.naming import bare, batch_norms, made_at, named, parameters_of, roots
 from samestep.verification.recording.optimizers import digests, held, norms_of, rates_of, settings_of
 from samestep.verification.recording.restarting import kill, kill_once_saved, may_load
 from samestep.verification.recording.script_observer import ScriptObserver, StopRecording
@@ -292,7 +292,8 @@ class Recorder(ScriptObserver):
             are_local = [local > 0 for size, local in counts for _ in range(size)]
             self._local_norms = sum(local for _, local in counts)
             norms = {"norms": are_local, "local_norms": self._local_norms}
-            self.journal.write("start", numbers=numbers, **norms, **self.optimizers.digests())
+            are_cut = any(hasattr(one, "_local_tensor") for root in roots() for one in parameters_of(root))
+            self.journal.write("start", numbers=numbers, cut=are_cut, **norms, **self.optimizers.digests())
         self._note_window()
         if not evaluating:
             self.trace("forward")
