@@ -68,6 +68,14 @@ def test_a_gradient_of_a_shared_parameter_that_is_not_added_up_is_found(
     assert [(one.code, one.rank, one.tensor, one.factor) for one in report.errors] == found
 
 
+def test_gradients_of_zero_do_not_show_that_the_samples_are_the_same() -> None:
+    """Beside matrices that begin with zeros, as in LoRA."""
+    zeros, report = dict.fromkeys("abcde", 0.0), Report(ranks=2)
+    ranks = [run("abc", 1, times=zeros), run("def", 1, times=zeros | {"f": 0.6})]
+    Parts(*parts(*ranks, alone=run(NAMES, 1, times=zeros))).find_apart(report)
+    assert report.errors == []
+
+
 @pytest.mark.parametrize(("size", "is_same"), [(1e-9, True), (1e-3, False)])
 def test_a_gradient_that_is_rounding_beside_the_whole_one_may_have_any_norm(size: float, *, is_same: bool) -> None:
     """A bias before a softmax over the same dim has no gradient but rounding."""

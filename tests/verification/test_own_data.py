@@ -94,10 +94,20 @@ def test_rows_that_random_numbers_may_make_tell_nothing(tmp_path: Path, more: Ev
     assert found(ranks, loads(tmp_path / "alone", [ROWS])) == []
 
 
-def test_rows_that_workers_load_tell_nothing(tmp_path: Path) -> None:
-    """What they draw is not seen."""
-    ranks = loads(tmp_path / "ranks", [ROWS[part] + 1 for part in PARTS], workers=2)
-    assert found(ranks, loads(tmp_path / "alone", [ROWS], workers=2)) == []
+@pytest.mark.parametrize(
+    ("used", "codes"),
+    [(None, []), (["numpy"], []), ([], ["datasets-differ"])],
+    ids=["not seen", "draw", "draw nothing"],
+)
+def test_rows_of_workers_tell_something_if_these_draw_nothing(
+    tmp_path: Path, used: list[str] | None, codes: list[str]
+) -> None:
+    workers: list[Event] = (
+        [] if used is None else [{"kind": "worker", "key": "train.py:10#1", "used": used, "states": {}}]
+    )
+    workers = [{**one, "worker": 0, "states": dict.fromkeys(one["used"], "s")} for one in workers]
+    ranks = loads(tmp_path / "ranks", [ROWS[part] + 1 for part in PARTS], *workers, workers=2)
+    assert found(ranks, loads(tmp_path / "alone", [ROWS], workers=2)) == codes
 
 
 def test_rows_that_a_sampler_draws_with_replacement_tell_nothing(tmp_path: Path) -> None:

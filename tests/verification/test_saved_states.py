@@ -150,6 +150,7 @@ def test_parameters_that_are_saved_without_their_buffers_are_found() -> None:
     (error,) = judged(save({"w": "p1"})).errors
     assert (error.code, error.where) == ("checkpoint-inexact", "train.py:40")
     assert "all parameters are saved, and no buffer (mean)" in error.cause
+    assert judged(save({"w": "p1"}), save(WHOLE, event=2)).errors == []  # a snapshot, beside a whole state
     assert judged(save({"v": "another model's"})).findings == []
     assert judged(save({"w": "p1"}), save({"mean": "m1"}, path="statistics.pt")).findings == []
     assert judged(save({"w": "p1"}, state=STATE | {"buffers": {"mask": "constant"}})).findings == []

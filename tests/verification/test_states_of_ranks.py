@@ -146,7 +146,12 @@ def test_values_that_are_written_over_what_a_rank_alone_has_stepped_are_found() 
 
     before = {"v": "v0", "w": "w0"}
     first = rank("v", before, {"v": "v1", "w": "w0"}, {"v": "v1", "w": "w0"})
-    (finding,) = findings(states, record(first, rank("w", before, {"v": "v0", "w": "w1"}, {"v": "v1", "w": "w0"})))
+    ranks = record(first, rank("w", before, {"v": "v0", "w": "w1"}, {"v": "v1", "w": "w0"}))
+    for then, codes in (("w1", ["parameters-diverged"]), ("w0", [])):  # one process clamps it, say
+        report, alone = Report(ranks=2), rank("w", before, {"v": "v1", "w": "w1"}, {"v": "v1", "w": then})
+        states.judge(ranks, report, lambda alone=alone: record(alone))
+        assert [one.code for one in report.errors] == codes
+    (finding,) = findings(states, ranks)
     assert (finding.code, finding.rank, finding.tensor) == ("parameters-diverged", 1, "w")
     assert "another rank's values were written over them" in finding.cause
     right = {"v": "v1", "w": "w1"}
