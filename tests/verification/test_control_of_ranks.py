@@ -139,6 +139,8 @@ def test_one_loss_over_two_sources_is_a_sum_of_means() -> None:
 def test_a_model_in_data_parallel_is_found() -> None:
     (finding,) = findings(control, record([wrap("w", wrapper="DataParallel"), step(0, "g")], [step(0, "g")]))
     assert (finding.code, finding.rank, finding.where) == ("data-parallel-module", 0, "train.py:12")
+    teacher = {**wrap("w", wrapper="DataParallel"), "trained": []}  # whose file has names of such a wrapper
+    assert findings(control, record([teacher, step(0, "g")], [step(0, "g")])) == []
 
 
 def stream(window: int, state: str) -> Event:

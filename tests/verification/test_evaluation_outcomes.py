@@ -155,6 +155,21 @@ def test_sums_of_a_loader_are_compared_though_another_follows() -> None:
     assert found([evaluates(3, 3)] * 2, evaluates(3, 4)) == ["train.py:30"]
 
 
+@pytest.mark.parametrize(("batches", "is_found"), [(4, False), (5, True)])
+def test_ranks_may_count_more_batches_than_one_process(batches: int, *, is_found: bool) -> None:
+    """Each has a last one of its own: two with six samples have four batches, and one process three."""
+    ranks = [[*loads(one, [one[0] + 2], samples=6), sums(12.5, batches)] for one in ([0, 1], [3, 4])]
+    alone = [*loads([0, 1], [2, 3], [4, 5], samples=6), sums(12.5, 3)]
+    assert found(ranks, alone) == (["train.py:30"] if is_found else [])
+
+
+@pytest.mark.parametrize(("said", "is_found"), [("val accuracy 0.8125", False), ("loss 0.7", True)])
+def test_a_rank_s_number_on_a_line_of_its_own_is_not_the_evaluation_s(said: str, *, is_found: bool) -> None:
+    """Where another line tells that of the evaluation, and it is one process's."""
+    one, other = ([*loads([0, 1]), prints(said), prints(f"accuracy {own}", "train.py:41")] for own in (0.9375, 0.5125))
+    assert found([one, loads([2, 3])], other) == (["train.py:41"] if is_found else [])
+
+
 def test_samples_that_one_loader_leaves_out_and_another_brings_are_evaluated() -> None:
     """A sampler that drops the last 1 of 9 on two ranks, then a loader for it; one process has no such loader."""
 

@@ -318,6 +318,20 @@ def test_a_line_of_two_that_each_rank_chooses_in_every_step_is_no_exchange() -> 
     assert codes(communication, record(first, other)) == []
 
 
+def test_ranks_that_send_at_one_line_and_receive_at_another_exchange_nothing() -> None:
+    ranks = [[call(f"a.py:{line}", "broadcast", root=i) for i, line in enumerate(lines)] for lines in ("12", "21")]
+    assert codes(communication, record(*ranks)) == []
+
+
+def test_a_group_that_its_members_make_alone_is_no_call_of_all() -> None:
+    made = call("a.py:1", "new_group", of_members=True)
+    assert codes(communication, record([made, call("a.py:2")], [call("a.py:2")])) == []
+
+
+def test_one_number_has_two_shapes() -> None:
+    assert codes(communication, record([call("a.py:1", shape=())], [call("a.py:1", shape=(1,))])) == []
+
+
 def test_one_collective_from_two_branches_is_none() -> None:
     ranks = record([call("a.py:1", "broadcast", root=0)], [call("a.py:5", "broadcast", root=0)])
     assert codes(communication, ranks) == []

@@ -78,7 +78,7 @@ def judged(rules: OnlineRules, *ranks: tuple[StepSummary, SummaryDetail]) -> lis
 
 def call(index: int, name: str, where: str) -> Event:
     same = {"kind": "collective", "shapes": [], "dtypes": [""], "root": None, "reduce": None, "group": "world"}
-    return same | {"index": index, "op": name, "where": where, "window": index, "between_two": False}
+    return same | {"index": index, "op": name, "where": where, "window": 0, "between_two": False}
 
 
 def scaler(index: int, scale: float, *, skipped: bool = False) -> Event:

@@ -92,6 +92,12 @@ def test_what_was_not_loaded_from_there_is_not_held_against_it(events: list[Even
     assert judged(*events).findings == []
 
 
+def test_optimizers_of_several_tasks_that_begin_with_one_file_are_new() -> None:
+    new = resumed(optimizers=[{"number": 1, "state": None, "rates": [0.1]}])
+    assert len(judged(save(WHOLE), load(WHOLE), new).errors) == 1
+    assert judged(save(WHOLE), load(WHOLE), new, {**load(WHOLE), "event": 2}).errors == []
+
+
 @pytest.mark.parametrize(("number", "rates"), [(1, [0.01]), (0, [0.1])], ids=["other rate", "there at the save"])
 def test_an_optimizer_that_goes_on_from_no_save_is_not_held_against_one(number: int, rates: list[float]) -> None:
     """The best weights are fine-tuned, with a new optimizer or the one that has gone on."""

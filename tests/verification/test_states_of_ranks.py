@@ -90,7 +90,11 @@ def test_another_order_is_found_where_a_rank_makes_the_module_that_is_in_another
         ({"orphans": ["model.w"]}, None),
         ({"gradients": {"w": None}}, None),
         ({"gradients": {"w": None, "v": "g"}, "orphans": ["other.w"]}, None),  # of another model; w is not used yet
-        ({"gradients": {"w": None, "v": "g"}, "orphans": ["new.w"], "left_out": ["new.w"]}, "no longer has"),
+        ({"gradients": {"parameter 0": None, "v": "g"}, "orphans": ["new.w"], "left_out": ["new.w"]}, "no longer has"),
+        (
+            {"gradients": {"w": None, "v": "g"}, "orphans": ["h.w"], "left_out": ["h.w"]},
+            "h.w get gradients and are in no",
+        ),
     ],
 )
 def test_parameters_that_train_and_are_in_no_optimizer_are_found(more: dict[str, Any], said: str | None) -> None:

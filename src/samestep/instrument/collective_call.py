@@ -62,6 +62,7 @@ class CollectiveCall:
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors],
             "reduce": _reduction(self.arguments.get("op")) or ("SUM" if self.name in _REDUCED else None),
             "root": root_of(self.name, self.arguments),
+            "of_members": bool(self.arguments.get("use_local_synchronization")),  # of a new group, by these alone
             "group": group_name(self.arguments.get("group")),
             "grad": any(tensor.requires_grad for tensor in self.tensors),
             "between_two": self.name in BETWEEN_TWO,

@@ -15,6 +15,7 @@ from samestep.verification.judging.record import Rank, Record
 from samestep.verification.report import Report
 
 _AHEAD = 8  # calls within which two exchanged ones are looked for
+_ROOTED = {"broadcast", "reduce", "scatter", "gather", "broadcast_object_list", "scatter_object_list", "gather_object"}
 
 
 def judge(record: Record, report: Report) -> None:
@@ -44,7 +45,7 @@ def first_difference(first: Rank, other: Rank) -> Finding | None:
 
 def calls(rank: Rank) -> list[Event]:
     """Returns a rank's collectives of more than two, in order."""
-    return [event for event in rank.of("collective") if not event["between_two"]]
+    return [event for event in rank.of("collective") if not (event["between_two"] or event.get("of_members"))]
 
 
 def _compared(first: Rank, other: Rank) -> Iterator[Finding]:
@@ -55,7 +56,7 @@ def _compared(first: Rank, other: Rank) -> Iterator[Finding]:
         for index, (one, two) in enumerate(zip(mine, theirs, strict=False)):
             if _signature(one) == _signature(two) and one["where"] == two["where"]:
                 continue
-            if _exchanged(mine[index:], theirs[index:]):
+            if not _is_of_root(one, two, {first.number, other.number}) and _exchanged(mine[index:], theirs[index:]):
                 yield _order(other, one, two)
                 return
             if _signature(one) != _signature(two):
@@ -68,8 +69,13 @@ def _signature(call: Event) -> tuple[object, ...]:
     root = call["root"] or 0
     if call["op"] in {"barrier", "monitored_barrier"} or "object" in call["op"]:
         return (call["op"], root)
-    shapes = [] if call["op"] in UNEVEN else call["shapes"]
+    shapes = [] if call["op"] in UNEVEN else [shape or [1] for shape in call["shapes"]]  # one number has two shapes
     return (call["op"], root, call["reduce"] or "SUM", str(shapes), str(call["dtypes"][:1]))
+
+
+def _is_of_root(one: Event, two: Event, ranks: set[int]) -> bool:
+    """Whether the one of two ranks sends, at a line of its own, what the other receives, or the other way round."""
+    return one["op"] in _ROOTED and _signature(one) == _signature(two) and (one["root"] or 0) in ranks
 
 
 def _exchanged(mine: list[Event], theirs: list[Event]) -> bool:

@@ -236,7 +236,7 @@ def _effective(rank: Rank, step: Event, backwards: list[Event]) -> float | None:
 def _data_parallel(record: Record) -> Iterator[Finding]:
     wraps = [(rank.number, event) for rank in record.ranks for event in rank.of("wrap")]
     for rank, event in wraps:
-        if event["wrapper"] == "DataParallel":
+        if event["wrapper"] == "DataParallel" and event["trained"]:
             yield Finding(
                 code="data-parallel-module",
                 rank=rank,

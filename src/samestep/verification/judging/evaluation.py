@@ -79,7 +79,7 @@ def judge(
     """
     report.add(_averaged(record))
     report.add(_loaded_apart(record, alone))
-    report.add(() if apart else _counted(record, alone))
+    report.add(() if apart else _counted(record, alone, permuted))
     out_of_step = alone is not None and any(rank.of("out_of_step") for rank in alone.ranks)
     if REFUTED in {report.coverage.get(name) for name in ("initial_state", "parameters", "parameter_order")}:
         alone = None  # the ranks evaluate different models
@@ -90,8 +90,10 @@ def judge(
     compared = list(_metrics(record, alone))
     report.add([finding for finding in compared if finding is not None][:1])
     evaluations = [outcomes(rank) for rank in record.ranks]
+    for phase, one in evaluations[0].items() if evaluations else ():
+        one.batches_of_all = sum(other[phase].batches for other in evaluations if phase in other)
     if not any(evaluations):
-        _judge_buffers(record, evaluations, report, confirmed=False)
+        _judge_buffers(record, evaluations, report, is_wrong=False)
         if any(rank.of("metrics") for rank in record.ranks):
             why = "the script did not run alone" if alone is None else "no number of it could be compared"
             report.cover("evaluation", AGREES if compared else unchecked(why))
@@ -126,7 +128,7 @@ def judge(
     if found and report.coverage.get("parameters") != REFUTED:
         found = list(_weights_apart(record)) or found
     report.add(found[:1] or [replace(one, severity="note", fix=None) for one in tails])
-    _judge_buffers(record, evaluations, report, confirmed=confirmed and not found)
+    _judge_buffers(record, evaluations, report, is_wrong=bool(found))
     if confirmed:
         report.cover("evaluation", AGREES)
     elif unseen := next(filter(None, (_filled_and_gathered(group, record) for group in _splits(record))), None):
@@ -142,15 +144,16 @@ def judge(
         report.cover("evaluation", AGREES, "each sample once; neither a sum nor a metric was seen")
 
 
-def _counted(record: Record, alone: Record | None) -> Iterator[Finding]:
+def _counted(record: Record, alone: Record | None, permuted: Callable[[], Run] | None) -> Iterator[Finding]:
     """Whether what ranks count together while they train is what one process counts, or N times as much.
 
     Without a DataLoader, one process may have other samples by then, of environments that actions have changed. Batches
-    that were made anew may be filled up to other lengths.
+    that were made anew may be filled up to other lengths. What one process comes to otherwise when it runs once more,
+    milliseconds say, is no count.
     """
     if alone is None or any(rank.of("collated") for rank in alone.ranks):
         return
-    for _, theirs, mine in both(_counts(alone), _counts(record)):
+    for place, theirs, mine in both(_counts(alone), _counts(record)):
         if len(theirs["values"]) != len(mine["values"]) or theirs["window"] != mine["window"]:
             continue
         if _has_other_samples(record, alone, mine["window"]):
@@ -159,7 +162,9 @@ def _counted(record: Record, alone: Record | None) -> Iterator[Finding]:
         for one, other in zip(mine["values"], theirs["values"], strict=True):
             is_count = one.is_integer() and other.is_integer() and other > 1
             if is_count and not any(_close(one / size, other, _MISCOUNTED) for size in sizes):
-                yield _inexact(mine["where"], one, other, record.size)
+                again = None if permuted is None else _counts(permuted().record).get(place)
+                if again is None or again["values"] == theirs["values"]:
+                    yield _inexact(mine["where"], one, other, record.size)
                 return
 
 
@@ -410,18 +415,18 @@ def _returned(record: Record) -> dict[tuple[Any, ...], Event]:
     return _numbered(record.ranks[0].of("metrics"), lambda event: (event["window"], event["where"]))
 
 
-def _judge_buffers(record: Record, evaluations: list[dict[str, Outcome]], report: Report, *, confirmed: bool) -> None:
+def _judge_buffers(record: Record, evaluations: list[dict[str, Outcome]], report: Report, *, is_wrong: bool) -> None:
     """Adds the first buffers with which a rank evaluates otherwise than rank 0.
 
     What a rank comes to with statistics of its own is an error where it counts: its numbers are brought together, or
-    printed. Other buffers, a counter say, do no harm where the evaluation comes to one process's numbers.
+    printed. Other buffers, a counter say, do no harm unless the evaluation is known to come to other numbers.
     """
     held = [{pass_of(event): event for event in rank.of("buffers")} for rank in record.ranks]
     for rank, place, first, event in beside_first(held):
         if bad := differing(first["digests"], event["digests"]):
             outcome = evaluations[rank].get(event["phase"]) if "phase" in event else None
             counts = outcome is None or outcome.brings_together or bool(outcome.lines)
-            is_used = counts and (not confirmed or any(name.endswith(STATISTICS) for name in bad))
+            is_used = counts and (is_wrong or any(name.endswith(STATISTICS) for name in bad))
             found = _buffers(record, rank, place[0], bad)
             report.add([found if is_used else replace(found, severity="note", fix=None)])
             return
@@ -434,7 +439,8 @@ def _averaged(record: Record) -> Iterator[Finding]:
     used = [_numbered(rank.of("averaged"), lambda event: (event["window"],)) for rank in record.ranks]
     for rank, place, first, other in sorted(beside_first(used), key=lambda pair: pair[:2]):
         mine, theirs = first["digests"], other["digests"]
-        if mine.keys() == theirs.keys() and (bad := differing(mine, theirs)):
+        are_kept = all(_never_change(record.ranks[each].of("averaged")) for each in (0, rank))  # teachers, dealt out
+        if mine.keys() == theirs.keys() and not are_kept and (bad := differing(mine, theirs)):
             step, number = place[0] - 1, record.ranks[rank].number
             yield Finding(
                 code="parameters-diverged",
@@ -448,6 +454,10 @@ def _averaged(record: Record) -> Iterator[Finding]:
                 fix="update the average on every rank, behind the step and once all ranks have its parameters",
             )
             return
+
+
+def _never_change(used: list[Event]) -> bool:
+    return len({event["window"] for event in used}) > 1 and all(one["digests"] == used[0]["digests"] for one in used)
 
 
 def _numbered(events: list[Event], place: Callable[[Event], tuple[Any, ...]]) -> dict[tuple[Any, ...], Event]:
@@ -547,7 +557,8 @@ def _sums(
                 continue
             sizes = {1, record.size, _size(here["group"], record.size)}
             pairs = list(zip(here["values"], there["values"], strict=False))
-            bad = next((pair for pair in pairs if not _agree(*pair, sizes, here["reduce"])), None)
+            known = (one.batches_of_all, theirs[phase].batches)  # each rank has a last batch of its own
+            bad = next((pair for pair in pairs if pair != known and not _agree(*pair, sizes, here["reduce"])), None)
             if bad is None and here["reduce"] in _CHOSEN:
                 continue  # that they have one maximum, or stop at once, says little of the rest
             if bad is None or (here["drew"] == there["drew"] and phase not in by_batch):

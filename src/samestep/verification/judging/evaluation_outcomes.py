@@ -26,6 +26,7 @@ class Outcome:
         by_batch: whether the output for one sample depended on the others of its batch.
         brings_together: whether anything was brought together that is of all ranks.
         gathers: whether rows of all ranks were, of which some may be taken out again.
+        batches: how many it took; `batches_of_all` ranks together, if that is known.
     """
 
     loaders: list[str] = field(default_factory=list)
@@ -34,6 +35,8 @@ class Outcome:
     by_batch: bool = False
     brings_together: bool = False
     gathers: bool = False
+    batches: int = 0
+    batches_of_all: int = 0
 
 
 def outcomes(rank: Rank) -> dict[str, Outcome]:
@@ -56,6 +59,7 @@ def _outcome(phase: str, events: list[Event]) -> Outcome:
     outcome = Outcome(by_batch=any(event.get("by_batch") for event in events))
     outcome.brings_together = any(event["kind"] == "collected" for event in events)
     outcome.gathers = any("rows" in event for event in events)
+    outcome.batches = sum(event["kind"] == "evaluated" for event in events)
     final = _final(events)
     passes: list[str] = []
     seen: Counter[tuple[str, str]] = Counter()

@@ -133,6 +133,7 @@ def _compared(
     lines: Mapping[Place, Event], alone: Mapping[Place, Event], may_differ: Container[str], *, miscounts: bool
 ) -> Alike:
     finest, saturated, whole, different, unsure, unnamed, unknown = math.inf, False, True, None, 0, False, None
+    tells = any(_tells(here, alone.get(place)) for place, here in lines.items())
     for place, here in lines.items():
         there = alone.get(place)
         pairs = list(zip(metrics(here), metrics(there), strict=False)) if there is not None else []
@@ -148,7 +149,8 @@ def _compared(
         lists = {one.start for one in agreeing} | {
             one.start for one, other in pairs if one.number == other.number and one.is_of_evaluation
         }
-        its_own = [one for one in apart if miscounts or not lists or one.is_of_evaluation or one.start in lists]
+        is_known = bool(lists) or (tells and not any(one.is_of_evaluation for one, _ in pairs))
+        its_own = [one for one in apart if miscounts or not is_known or one.is_of_evaluation or one.start in lists]
         if its_own and (here["drew"] != there["drew"] or place[0] in may_differ):
             unsure += 1
             continue
@@ -167,6 +169,12 @@ def _compared(
         unnamed=unnamed,
         unknown=unknown,
     )
+
+
+def _tells(here: Event, there: Event | None) -> bool:
+    """Whether a line says that a number is of the evaluation, and it is one process's: others may be the training's."""
+    pairs = () if there is None else zip(metrics(here), metrics(there), strict=False)
+    return any(one.is_of_evaluation and one.number == other.number and not one.is_saturated for one, other in pairs)
 
 
 def _have_same_numbers(here: Event, there: Event) -> bool | None:

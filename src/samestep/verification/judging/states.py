@@ -15,6 +15,7 @@ from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
 from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.causes import JOIN, NO_GROUP, OUTSIDE, diverged, of_gradients, of_parameters
 from samestep.verification.judging.record import BY_THEMSELVES, Rank, Record, Run, beside_first
+from samestep.verification.recording.optimizers import UNNAMED
 from samestep.verification.report import Report
 
 _PART = "each rank holds a part of the model, cut by the script itself"
@@ -420,7 +421,8 @@ def _stale(record: Record, report: Report, own_pace: Callable[[], Record] | None
     stepped = _stepped_by_hand(record.ranks[0])
     orphans, left_out = ([name for name in event[key] if name not in stepped] for key in ("orphans", "left_out"))
     idle = [name for name, digest in event["gradients"].items() if digest is None]
-    if (left_out and idle) or (orphans and len(idle) == len(event["gradients"])):
+    are_gone = any(name.startswith(UNNAMED) for name in idle)  # no model has them
+    if (left_out and are_gone) or (orphans and len(idle) == len(event["gradients"])):
         cause = (
             f"{plural(len(idle), 'parameter')} of the optimizer never get a gradient, and "
             f"{listed(orphans, 'parameter')} of the model get one and are in no optimizer: it was made from "

@@ -347,7 +347,7 @@ def _compared(rank: Rank, event: Event, state: Event) -> Iterator[Finding]:
         yield _lost(rank, event, where, what, 'save {"ema": ema.state_dict()} as well, and load it')
     else:
         for new in event["optimizers"]:
-            if _goes_on(rank, state["optimizers"], new):
+            if _goes_on(rank, state["optimizers"], new) and not _is_loaded_again(rank, event):
                 yield from _optimizer(rank, event, where, state["optimizers"], new)
 
 
@@ -389,6 +389,11 @@ def _by_model(averaged: dict[str, str]) -> dict[str, dict[str, str]]:
         model, _, own = name.partition(": ")
         models.setdefault(model, {})[own] = digest
     return models
+
+
+def _is_loaded_again(rank: Rank, event: Event) -> bool:
+    """Whether a file is loaded more than once, between steps: what begins with it, such as a task, begins anew."""
+    return len({load["event"] for load in rank.of("load") if load["path"] == event["path"]}) > 1
 
 
 def _goes_on(rank: Rank, saved: list[Event], new: Event) -> bool:

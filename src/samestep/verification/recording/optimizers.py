@@ -25,6 +25,7 @@ from samestep.verification.recording.naming import (
     untrained_of,
 )
 
+UNNAMED = "parameter "  # of an optimizer, which no model has
 TRAINED = "trained model "  # one of which an optimizer holds a part
 
 
@@ -110,7 +111,7 @@ class Optimizers:
         found = held_by(owners)
         cut = {key: list(held.values()) for key, held in found.items() if hasattr(next(iter(held.values())), "owner")}
         self._held[optimizer] = cut
-        names = [name for i, owner in enumerate(owners) for name in found.get(id(owner), {f"parameter {i}": owner})]
+        names = [name for i, owner in enumerate(owners) for name in found.get(id(owner), {f"{UNNAMED}{i}": owner})]
         known = self.known.get((optimizer.samestep_number, len(names)), [])
         is_known = bool(known) and sorted(known) != sorted(names)  # else in an order of its own
         return known if is_known else names, self._slices(optimizer, owners)
