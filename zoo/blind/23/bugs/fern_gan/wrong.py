@@ -11,10 +11,23 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.nn.functional import all_reduce
 
 NOISE = 6
 BATCH = 64
+
+
+class SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t):
+        t = t.clone()
+        dist.all_reduce(t)
+        return t
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
 
 
 def fern(count, seed):
@@ -53,7 +66,7 @@ class Critic(nn.Module):
 
 
 def mean_over_ranks(t, world):
-    return all_reduce(t) / world
+    return SumOverRanks.apply(t) / world
 
 
 def moments(features):
