@@ -159,6 +159,19 @@ def test_a_buffer_begins_with_the_value_of_one_process(
     assert found(ranks, begins(tmp_path / "alone", [ROWS], 1.0)) == ["initial-state-differs"] * is_found
 
 
+@pytest.mark.parametrize(("others", "is_found"), [(1, True), (3, False)], ids=["a prior of one layer", "another seed"])
+def test_a_parameter_that_is_computed_from_data_begins_with_the_value_of_one_process(
+    tmp_path: Path, others: int, *, is_found: bool
+) -> None:
+    ranks = begins(tmp_path / "ranks", [ROWS[part] for part in PARTS], 1.0)
+    alone = begins(tmp_path / "alone", [ROWS], 1.0)
+    for one, factor in ((ranks, 2.0), (alone, 1.0)):
+        for rank in one.ranks:
+            held = {f"w{i}": torch.tensor([factor if i < others else 1.0]) for i in range(4)}
+            kept(one.folder, rank.number, 1, {"parameters": {0: held}, "buffers": {}, "untrained": {}})
+    assert found(ranks, alone) == ["initial-state-differs"] * is_found
+
+
 def test_a_buffer_that_each_rank_draws_tells_nothing(tmp_path: Path) -> None:
     draw: Event = {"kind": "draw", "place": "0|train.py:5|1", "digest": "of a rank", "within": False}
     ranks = begins(tmp_path / "ranks", [ROWS[part] for part in PARTS], 2.0, 1.0, draw)

@@ -103,6 +103,16 @@ def test_each_optimizer_of_a_rank_has_one_of_its_own_in_one_process(
     assert owned.count(record(first, second), record(alone)) == number
 
 
+@pytest.mark.parametrize(
+    ("second", "number"), [((2.0, 5.0), 2), ((2.0, 5.5), 0), ((2.0,), 0)], ids=["in turn", "another", "one is left out"]
+)
+def test_ranks_may_take_the_steps_of_one_process_in_turn(second: tuple[float, ...], number: int) -> None:
+    """A model that is sent from rank to rank."""
+    whole = steps(*((1, norm) for norm in (3.0, 2.0, 5.0, 4.0)))
+    ranks = [steps(*((1, norm) for norm in norms)) for norms in ((3.0, 4.0), second)]
+    assert owned.count(record(*ranks), record(whole)) == number
+
+
 def test_each_takes_as_many_steps_as_in_one_process_unless_the_recording_was_cut() -> None:
     """Clients that take three steps in each round, and one process two: all that both have agree."""
     more = [FIRST[0], FIRST[1], *steps((1, 9.0)), FIRST[2]]

@@ -29,6 +29,7 @@ _PERMUTING = ("randperm", "permutation")  # which leave no sample out
 _OTHERS = 0.01  # of the rows of a pass, and more than there are ranks: fewer may be chosen by rounded scores
 _TAIL = 0.25  # of the rows of a pass that ranks may leave out, or repeat
 _APART = 1e-3  # of a column's deviation
+_OF_START = 1e-2  # of a parameter's norm
 _ROUNDED = 1e-3  # of a column's largest number: smaller deviations are held against this
 _MOST_ROWS = 1024  # of the ranks, whose values are looked at
 _MOST_NUMBERS = 1 << 25  # of one process's rows
@@ -163,7 +164,10 @@ def _finding(group: Sequence[Pass], own: Pass, count: int, ours: int, theirs: in
 
 
 def _begun(record: Record, alone: Record) -> Iterator[Finding]:
-    """The first buffer that the ranks begin with otherwise, though their parameters and batches are one process's."""
+    """The first tensor that the ranks begin with otherwise, though their batches and draws are one process's.
+
+    It is a buffer, or one of a few parameters: the others must be those of one process.
+    """
     states = [one.state(0) for one in (record, alone)]
     if (
         None in states
@@ -174,20 +178,30 @@ def _begun(record: Record, alone: Record) -> Iterator[Finding]:
     ):
         return
     ours, theirs = (_held(state) for state in states)
-    if ours.keys() != theirs.keys() or not numerics.distance(ours, theirs).worst <= numerics.limit(0.0, ours):
+    if ours.keys() != theirs.keys():
+        return
+    errors = numerics.distance(ours, theirs).errors
+    apart = [name for name, error in errors.items() if error > numerics.limit(0.0, ours)]
+    if apart:
+        if 2 * len(apart) <= len(ours) and all(errors[name] > _OF_START for name in apart):
+            yield _begun_apart(apart[0], "", "the other parameters have the same")
         return
     mine, others = (state["buffers"] for state in states if state is not None)
     for name, buffer in mine.items():
         if not name.endswith(STATISTICS) and name in others and numerics.differ(buffer, others[name]):
-            yield Finding(
-                code="initial-state-differs",
-                tensor=name,
-                step=0,
-                cause=f"before the first step the buffer {name} has other values than in one process, and all "
-                f"parameters have the same: it is computed from {OWN_PART}",
-                fix="compute it from all data, or all_reduce what it is computed from, on every rank",
-            )
+            yield _begun_apart(name, "the buffer ", "all parameters have the same")
             return
+
+
+def _begun_apart(name: str, kind: str, others: str) -> Finding:
+    return Finding(
+        code="initial-state-differs",
+        tensor=name,
+        step=0,
+        cause=f"before the first step {kind}{name} has other values than in one process, and {others}: it is computed "
+        f"from {OWN_PART}",
+        fix="compute it from all data, or all_reduce what it is computed from, on every rank",
+    )
 
 
 def _held(state: Any) -> dict[str, Tensor]:

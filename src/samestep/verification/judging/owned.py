@@ -34,6 +34,7 @@ def count(record: Record, alone: Record) -> int:
     Those that step alike on all ranks are compared, too. 0 where ranks hold none for themselves, or where they step
     otherwise: each is compared with an optimizer of one process of its own, by its rates and the norms of its
     gradients. It takes as many steps, and one process has no further optimizers, unless the ranks' recording was cut.
+    Or ranks take the steps of its one optimizer in turn.
 
     Args:
         record: of the ranks.
@@ -43,6 +44,8 @@ def count(record: Record, alone: Record) -> int:
     left = [steps for rank in alone.ranks for steps in _optimizers(rank)]
     if max(map(len, owned), default=0) < _FEWEST:
         return 0
+    if not common and len(left) == 1 and _take_turns(owned, left[0], is_cut=record.is_cut_short):
+        return len(owned)
     for steps in sorted((*common, *owned), key=len, reverse=True):
         as_many = [place for place, other in enumerate(left) if record.is_cut_short or len(other) == len(steps)]
         place = next((place for place in as_many if _are_taken(steps, left[place])), None)
@@ -50,6 +53,18 @@ def count(record: Record, alone: Record) -> int:
             return 0
         del left[place]
     return len(owned) if record.is_cut_short or not left else 0
+
+
+def _take_turns(owned: Sequence[Steps], whole: Steps, *, is_cut: bool) -> bool:
+    """Whether each step of one process is taken by one rank: a model is sent from rank to rank, say."""
+    taken = [0] * len(owned)
+    for place, other in enumerate(whole):
+        following = [(own, steps[taken[own]]) for own, steps in enumerate(owned) if taken[own] < len(steps)]
+        rank = next((own for own, step in following if have_gradients_of(step, other, place)), None)
+        if rank is None:
+            return is_cut and len(following) < len(owned)
+        taken[rank] += 1
+    return all(count == len(steps) or is_cut for count, steps in zip(taken, owned, strict=True))
 
 
 def _parted(record: Record) -> tuple[list[Steps], list[Steps]]:
