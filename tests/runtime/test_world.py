@@ -23,7 +23,7 @@ from samestep.errors import (
     StepError,
     UsageError,
 )
-from samestep.runtime import join
+from samestep.runtime import membership
 from samestep.runtime.store_messages import check_ranks_agree
 
 JOIN = """
@@ -373,12 +373,12 @@ def fail_together(*args):
 
 
 def failing_while_joining():
-    whole, join._make_axes = join._make_axes, fail_together
+    whole, membership._make_axes = membership._make_axes, fail_together
     try:
         with pytest.raises(LookupError):
             samestep.world()
     finally:
-        join._make_axes = whole
+        membership._make_axes = whole
     return dist.is_initialized()
 
 
@@ -400,7 +400,7 @@ def test_nobody_waits_for_others_after_the_world(two_ranks):
 
 def settled(rank, entries):
     registrations = [{"pid": 1, "size": len(entries), **entry} for entry in entries]
-    member = join._member_of(rank, registrations, None, torch.device("cpu"), None)
+    member = membership._member_of(rank, registrations, None, torch.device("cpu"), None)
     return member.local_rank, member.local_size, member.host_index
 
 
@@ -424,7 +424,7 @@ def adopted_on_machines_of_their_own():
     """As a script that starts its own ranks on several machines, and tells nobody which of them is where."""
     dist.init_process_group("gloo")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(join, "machine", lambda: f"machine {dist.get_rank() // 2}")
+        patch.setattr(membership, "machine", lambda: f"machine {dist.get_rank() // 2}")
         patch.delenv("LOCAL_RANK")
         patch.delenv("LOCAL_WORLD_SIZE")
         with samestep.world() as world:

@@ -168,8 +168,8 @@ def test_samples_that_come_twice_are_found_behind_the_last_step() -> None:
 
 
 def test_an_order_that_is_read_may_be_the_last_pass_s() -> None:
-    first, second = [[2, 0], [4, 6]], [[3, 1], [7, 5]]
-    again = [[*cut(*one, samples=8), *cut(*one, samples=8, number=1)] for one in (first, second)]
+    first, second = [[2, 0, 8], [4, 6, 12, 10]], [[3, 1, 9], [7, 5, 13, 11]]
+    again = [[*cut(*one, samples=14), *cut(*one, samples=14, number=1)] for one in (first, second)]
     assert [one.code for one in judged(*again).errors] == ["same-order-every-epoch"]
 
 

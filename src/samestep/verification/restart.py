@@ -44,7 +44,7 @@ def judge(runner: Runner, record: Record, how: dict[str, Any], report: Report) -
     found = Report(ranks=report.ranks)
     storage.judge(both, found)
     found.add(resumed.judge(both))
-    found.add(_ranks_apart(again.record))
+    found.add(_differing_ranks(again.record))
     state = found.coverage["checkpoint"]
     if state == unchecked(storage.NOT_LOADED):
         report.cover("checkpoint", unchecked(_NOTHING_LOADED))
@@ -62,7 +62,7 @@ def judge(runner: Runner, record: Record, how: dict[str, Any], report: Report) -
     report.cover("checkpoint", state, f"{stopped}; it goes on with step {saved if begun is None else begun}")
 
 
-def _ranks_apart(again: Record) -> Iterator[Finding]:
+def _differing_ranks(again: Record) -> Iterator[Finding]:
     """Whether the ranks of a second start come apart, as they did not without a stop."""
     compared = Report(ranks=again.size)
     states.judge(again, compared)
