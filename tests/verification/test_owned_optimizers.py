@@ -113,6 +113,12 @@ def test_ranks_may_take_the_steps_of_one_process_in_turn(second: tuple[float, ..
     assert owned.count(record(*ranks), record(whole)) == number
 
 
+def test_ranks_of_which_one_takes_all_steps_take_none_in_turn() -> None:
+    """The one trains as one process does, the other by itself, and the recording was cut."""
+    whole, cut = steps((1, 3.0), (1, 2.0), (1, 5.0)), {**ended(), "enough": True}
+    assert owned.count(record([*steps((1, 3.0), (1, 2.0)), cut], [*steps((1, 8.0), (1, 9.0)), cut]), record(whole)) == 0
+
+
 def test_each_takes_as_many_steps_as_in_one_process_unless_the_recording_was_cut() -> None:
     """Clients that take three steps in each round, and one process two: all that both have agree."""
     more = [FIRST[0], FIRST[1], *steps((1, 9.0)), FIRST[2]]

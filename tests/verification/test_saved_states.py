@@ -96,6 +96,8 @@ def test_optimizers_of_several_tasks_that_begin_with_one_file_are_new() -> None:
     new = resumed(optimizers=[{"number": 1, "state": None, "rates": [0.1]}])
     assert len(judged(save(WHOLE), load(WHOLE), new).errors) == 1
     assert judged(save(WHOLE), load(WHOLE), new, {**load(WHOLE), "event": 2}).errors == []
+    other = {**load(WHOLE | {"w": "p2"}), "event": 2}  # what has been saved since then
+    assert len(judged(save(WHOLE), load(WHOLE), new, other).errors) == 1
 
 
 @pytest.mark.parametrize(("number", "rates"), [(1, [0.01]), (0, [0.1])], ids=["other rate", "there at the save"])
@@ -156,7 +158,9 @@ def test_parameters_that_are_saved_without_their_buffers_are_found() -> None:
     (error,) = judged(save({"w": "p1"})).errors
     assert (error.code, error.where) == ("checkpoint-inexact", "train.py:40")
     assert "all parameters are saved, and no buffer (mean)" in error.cause
-    assert judged(save({"w": "p1"}), save(WHOLE, event=2)).errors == []  # a snapshot, beside a whole state
+    whole = save(WHOLE, event=2, path="last.pt")
+    assert judged(save({"w": "p1"}), whole).errors == []  # a snapshot, beside a whole state
+    assert len(judged(save({"w": "p1"}), whole, load({"w": "p1"})).errors) == 1  # which is loaded
     assert judged(save({"v": "another model's"})).findings == []
     assert judged(save({"w": "p1"}), save({"mean": "m1"}, path="statistics.pt")).findings == []
     assert judged(save({"w": "p1"}, state=STATE | {"buffers": {"mask": "constant"}})).findings == []

@@ -283,6 +283,8 @@ def test_ranks_that_use_other_values_of_an_average_are_found() -> None:
     told = (finding.code, finding.property, finding.rank, finding.step, finding.tensor, finding.where)
     assert told == ("parameters-diverged", "evaluation", 1, 0, "w", "train.py:50")
     assert judged(rank("a"), rank("a")).findings == judged(rank("a"), rank()).findings == []
+    dealt = [[*rank(one), *({**event, "window": 2} for event in rank(one))] for one in ("a", "b")]
+    assert judged(*dealt).findings == []  # teachers that never change, and of which each rank has others
 
 
 @pytest.mark.parametrize(

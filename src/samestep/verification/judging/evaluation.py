@@ -54,7 +54,6 @@ _PRECISE = 3e-4  # of a printed number, its last digit: it shows also few sample
 _STEADY = 1e-3  # of a number that one process comes to twice
 _CLOSE = 1e-4  # of a sum; the parameters are the same, so this is rounding
 
-_NEVER = "never"  # of samples that no rank evaluates
 _SUMS = "all_reduce the sum over the samples and their number, then divide once; samestep.evaluate(…) does all of it"
 
 
@@ -90,8 +89,6 @@ def judge(
     compared = list(_metrics(record, alone))
     report.add([finding for finding in compared if finding is not None][:1])
     evaluations = [outcomes(rank) for rank in record.ranks]
-    for phase, one in evaluations[0].items() if evaluations else ():
-        one.batches_of_all = sum(other[phase].batches for other in evaluations if phase in other)
     if not any(evaluations):
         _judge_buffers(record, evaluations, report, is_wrong=False)
         if any(rank.of("metrics") for rank in record.ranks):
@@ -111,7 +108,7 @@ def judge(
     if unnamed and not found and printed.unknown is not None and not _are_counts(printed.unknown, record.size):
         found = [_printed(printed.unknown, record)]
     gathers = any(one.gathers for mine in evaluations for one in mine.values())
-    may_take_out = gathers and all(_NEVER not in one.cause for one in sampled)
+    may_take_out = gathers and not any(_extra_and_missing(group, record)[1] for group in _splits(record))
     hidden = bool(sampled) and printed.finest > _PRECISE and not gathers
     confirmed = (printed.alike and not hidden) or (printed.saturated and not sampled)
     confirmed = confirmed or None in [*sums, *compared]
@@ -188,7 +185,7 @@ def _compared(
     has_samples: bool,
 ) -> tuple[list[Finding], Alike, list[Finding | None]]:
     """Compares sums and lines with one process's: returns what is wrong, how lines compare, and sums one by one."""
-    sums = _sums(record, evaluations[0], theirs, may_differ)
+    sums = _sums(record, evaluations, theirs, may_differ)
     printed = metrics_alike(
         [_lines(one) for one in evaluations], _lines(theirs), may_differ, known=None in sums, miscounts=has_samples
     )
@@ -302,7 +299,7 @@ def _agrees_by_itself(
         return False
     theirs = outcomes(alone.ranks[0])
     lines = metrics_alike([_lines(one) for one in evaluations], _lines(theirs))
-    sums = _sums(record, evaluations[0], theirs, set())
+    sums = _sums(record, evaluations, theirs, set())
     return (lines.whole and not miscounts) or (bool(sums) and all(one is None for one in sums))
 
 
@@ -457,7 +454,11 @@ def _averaged(record: Record) -> Iterator[Finding]:
 
 
 def _never_change(used: list[Event]) -> bool:
-    return len({event["window"] for event in used}) > 1 and all(one["digests"] == used[0]["digests"] for one in used)
+    windows: dict[int, list[Any]] = {}
+    for event in used:
+        windows.setdefault(event["window"], []).append(event["digests"])
+    first, *others = windows.values()
+    return bool(others) and all(one == first for one in others)
 
 
 def _numbered(events: list[Event], place: Callable[[Event], tuple[Any, ...]]) -> dict[tuple[Any, ...], Event]:
@@ -544,21 +545,21 @@ def _buffers(record: Record, rank: int, key: str, bad: list[str]) -> Finding:
 
 
 def _sums(
-    record: Record, mine: dict[str, Outcome], theirs: dict[str, Outcome], by_batch: set[str]
+    record: Record, ranks: list[dict[str, Outcome]], theirs: dict[str, Outcome], by_batch: set[str]
 ) -> list[Finding | None]:
     """Compares sums of the same data: a finding for each that differs, None for each that agrees."""
     found: list[Finding | None] = []
     ours = {event["where"] for event in record.ranks[0].of("metrics")}  # what samestep.evaluate sums up is its business
-    for phase, one in mine.items():
+    for phase, one in ranks[0].items():
         if phase not in theirs or one.loaders != theirs[phase].loaders:
             continue  # other data follow, on the ranks or alone: only what is printed at the end is of all
-        for place, here in one.sums.items():
+        batches = (sum(each[phase].batches for each in ranks if phase in each), theirs[phase].batches)
+        for place, here in one.sums.items():  # one may count batches, of which each rank has a last one of its own
             if (there := theirs[phase].sums.get(place)) is None or here["where"] in ours:
                 continue
             sizes = {1, record.size, _size(here["group"], record.size)}
             pairs = list(zip(here["values"], there["values"], strict=False))
-            known = (one.batches_of_all, theirs[phase].batches)  # each rank has a last batch of its own
-            bad = next((pair for pair in pairs if pair != known and not _agree(*pair, sizes, here["reduce"])), None)
+            bad = next((pair for pair in pairs if pair != batches and not _agree(*pair, sizes, here["reduce"])), None)
             if bad is None and here["reduce"] in _CHOSEN:
                 continue  # that they have one maximum, or stop at once, says little of the rest
             if bad is None or (here["drew"] == there["drew"] and phase not in by_batch):
@@ -620,7 +621,7 @@ def _samples(record: Record) -> Iterator[Finding]:
     """Yields what is wrong with such passes that have too many samples or too few."""
     for group in _splits(record):
         if _filled_and_gathered(group, record) is None:
-            yield from _split(group, _beside(group[0], record))
+            yield from _split(group, record)
 
 
 def _beside(one: Pass, record: Record) -> set[int | None]:
@@ -651,20 +652,24 @@ def _filled_and_gathered(group: list[Pass], record: Record) -> str | None:
     )
 
 
-def _split(group: list[Pass], beside: set[int | None]) -> Iterator[Finding]:
-    size = group[0].size
-    if size is None:
-        return
-    counts = Counter(index for one in group for index in one.indices or [])
-    extra, missing = sum(counts.values()) - len(counts), size - len(counts)
-    if missing in beside:
-        missing = 0
+def _split(group: list[Pass], record: Record) -> Iterator[Finding]:
+    extra, missing = _extra_and_missing(group, record)
     if extra or missing:
         what = [f"{plural(extra, 'sample')} twice"] if extra else []
-        what += [f"{plural(missing, 'sample')} {_NEVER}"] if missing else []
+        what += [f"{plural(missing, 'sample')} never"] if missing else []
         yield Finding(
             code="evaluation-inexact",
             where=group[0].divided_at,
-            cause=f"the ranks together evaluate {' and '.join(what)}, of {size}",
+            cause=f"the ranks together evaluate {' and '.join(what)}, of {group[0].size}",
             fix=f"DataLoader(…, sampler=range(rank, len(dataset), world_size)), which does not pad; {_SUMS}",
         )
+
+
+def _extra_and_missing(group: list[Pass], record: Record) -> tuple[int, int]:
+    """How many samples too many the ranks together evaluate, and how many never, also by another loader."""
+    size = group[0].size
+    if size is None:
+        return 0, 0
+    counts = Counter(index for one in group for index in one.indices or [])
+    missing = size - len(counts)
+    return sum(counts.values()) - len(counts), 0 if missing in _beside(group[0], record) else missing

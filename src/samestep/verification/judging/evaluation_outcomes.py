@@ -26,7 +26,7 @@ class Outcome:
         by_batch: whether the output for one sample depended on the others of its batch.
         brings_together: whether anything was brought together that is of all ranks.
         gathers: whether rows of all ranks were, of which some may be taken out again.
-        batches: how many it took; `batches_of_all` ranks together, if that is known.
+        batches: how many it took.
     """
 
     loaders: list[str] = field(default_factory=list)
@@ -36,7 +36,6 @@ class Outcome:
     brings_together: bool = False
     gathers: bool = False
     batches: int = 0
-    batches_of_all: int = 0
 
 
 def outcomes(rank: Rank) -> dict[str, Outcome]:

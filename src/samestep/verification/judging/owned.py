@@ -56,15 +56,15 @@ def count(record: Record, alone: Record) -> int:
 
 
 def _take_turns(owned: Sequence[Steps], whole: Steps, *, is_cut: bool) -> bool:
-    """Whether each step of one process is taken by one rank: a model is sent from rank to rank, say."""
+    """Whether each step of one process is taken by one rank, and each rank takes some: a model is sent around, say."""
     taken = [0] * len(owned)
     for place, other in enumerate(whole):
         following = [(own, steps[taken[own]]) for own, steps in enumerate(owned) if taken[own] < len(steps)]
         rank = next((own for own, step in following if have_gradients_of(step, other, place)), None)
         if rank is None:
-            return is_cut and len(following) < len(owned)
+            return is_cut and len(following) < len(owned) and all(taken)
         taken[rank] += 1
-    return all(count == len(steps) or is_cut for count, steps in zip(taken, owned, strict=True))
+    return all(taken) and all(count == len(steps) or is_cut for count, steps in zip(taken, owned, strict=True))
 
 
 def _parted(record: Record) -> tuple[list[Steps], list[Steps]]:

@@ -144,11 +144,10 @@ def _compared(
                 unknown = unknown or _unnamed_difference(here, there)
             continue
         apart = list(_apart(pairs, here["where"]))
-        agreeing = [one for one, other in pairs if one.number == other.number and not one.is_saturated]
+        equal = [one for one, other in pairs if one.number == other.number]
+        agreeing = [one for one in equal if not one.is_saturated]
         # of numbers of one metric, some of which agree; at its end an evaluation's agrees, too
-        lists = {one.start for one in agreeing} | {
-            one.start for one, other in pairs if one.number == other.number and one.is_of_evaluation
-        }
+        lists = {one.start for one in equal if one.is_of_evaluation or not one.is_saturated}
         is_known = bool(lists) or (tells and not any(one.is_of_evaluation for one, _ in pairs))
         its_own = [one for one in apart if miscounts or not is_known or one.is_of_evaluation or one.start in lists]
         if its_own and (here["drew"] != there["drew"] or place[0] in may_differ):

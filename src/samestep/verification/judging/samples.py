@@ -505,7 +505,7 @@ def _orders(training: list[list[Pass]], draws: bool) -> Iterator[Finding]:
 
 
 def _begin_alike(earlier: Pass, later: Pass, draws: bool) -> int:
-    """With how many samples in one order two passes begin that somebody shuffled; 0 where they do not."""
+    """Returns how many samples two shuffled passes begin with in the same order; 0 if they do not."""
     common = min(len(earlier.order), len(later.order))
     are_of_one_length = len(earlier.order) == len(later.order) or not (earlier.is_known and later.is_known)
     is_same = are_of_one_length and earlier.order[:common] == later.order[:common]

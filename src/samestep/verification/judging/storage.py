@@ -58,13 +58,15 @@ def _without_buffers(record: Record) -> Iterator[Finding]:
     """
     for rank in record.ranks:
         begun = {name: one for start in rank.of("start")[:1] for name, one in start["buffers"].items()}
+        loaded = {load["path"] for load in rank.of("load")}
         for save in rank.of("save"):
             held, state = set(save["digests"].values()), save.get("state")
             if not state or not set(state["parameters"].values()) <= held:
                 continue
             changed = {name: one for name, one in state["buffers"].items() if begun.get(name) != one}
-            if any(_has_buffers(one) for one in rank.of("save")):  # then this is a snapshot, for something else
-                return
+            is_snapshot = save["path"] not in loaded and any(map(_has_buffers, rank.of("save")))  # for something else
+            if is_snapshot:
+                continue
             beside = [one for one in rank.of("save") if one["event"] == save["event"]]
             if changed and not set(changed.values()) & {one for each in beside for one in each["digests"].values()}:
                 yield Finding(
@@ -392,8 +394,10 @@ def _by_model(averaged: dict[str, str]) -> dict[str, dict[str, str]]:
 
 
 def _is_loaded_again(rank: Rank, event: Event) -> bool:
-    """Whether a file is loaded more than once, between steps: what begins with it, such as a task, begins anew."""
-    return len({load["event"] for load in rank.of("load") if load["path"] == event["path"]}) > 1
+    """Whether a file is loaded as it is more than once, between steps: what begins with it, a task say, begins anew."""
+    loads = [load for load in rank.of("load") if load["path"] == event["path"]]
+    held = [load["digests"] for load in loads if load["event"] == event["event"]]
+    return len({load["event"] for load in loads if load["digests"] in held}) > 1
 
 
 def _goes_on(rank: Rank, saved: list[Event], new: Event) -> bool:
