@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from journals import Event, chance_findings, ended, findings, passed, record, step, stepped, wrap
+from torch import nn
 
 from samestep.verification.findings import Finding
 from samestep.verification.judging import control
 from samestep.verification.recording.datasets import held_by
+from samestep.verification.recording.recorder import Recorder
 from samestep.verification.report import Report
 
 
@@ -139,8 +142,20 @@ def test_one_loss_over_two_sources_is_a_sum_of_means() -> None:
 def test_a_model_in_data_parallel_is_found() -> None:
     (finding,) = findings(control, record([wrap("w", wrapper="DataParallel"), step(0, "g")], [step(0, "g")]))
     assert (finding.code, finding.rank, finding.where) == ("data-parallel-module", 0, "train.py:12")
-    teacher = {**wrap("w", wrapper="DataParallel"), "trained": []}  # whose file has names of such a wrapper
-    assert findings(control, record([teacher, step(0, "g")], [step(0, "g")])) == []
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_model_in_data_parallel_is_judged_by_what_is_trained(*, is_frozen: bool) -> None:
+    """A teacher's file may have the names of such a wrapper, and it is frozen behind it."""
+    recorder, told = Recorder.__new__(Recorder), []
+    recorder.sources, recorder._split = None, []
+    recorder.journal = SimpleNamespace(write=lambda kind, **about: told.append((kind, about["where"])))  # type: ignore[assignment]
+    model = nn.DataParallel(nn.Linear(2, 2))
+    recorder.on_wrap("DataParallel", model, "train.py:12")
+    model.requires_grad_(not is_frozen)
+    recorder.tell_trained_splits()
+    recorder.tell_trained_splits()
+    assert told == ([] if is_frozen else [("wrap", "train.py:12")])
 
 
 def stream(window: int, state: str) -> Event:

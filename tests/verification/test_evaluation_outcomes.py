@@ -128,9 +128,22 @@ def test_numbers_that_are_padded_to_one_width_are_of_one_line() -> None:
     assert judged([ours, loads([2, 3])], theirs).coverage["evaluation"] == "agrees"
 
 
-def test_what_every_rank_prints_of_its_own_part_is_no_metric() -> None:
+@pytest.mark.parametrize("what", ["", "fold ", "class "])
+def test_lines_of_parts_that_ranks_deal_out_are_compared_by_the_part_s_number(what: str) -> None:
+    def process(**errors: str) -> list[Event]:
+        return [*loads([0, 1]), *(prints(f"{what}{part[1:]}: mae {error}") for part, error in errors.items())]
+
+    alone = process(_4="0.250", _5="0.500", _6="0.750", _7="0.375")
+    report = judged([process(_4="0.250", _6="0.750"), process(_5="0.500", _7="0.375")], alone)
+    assert report.findings == []
+    assert report.coverage["evaluation"] == "agrees"
+    assert found([process(_4="0.250", _6="0.700"), process(_5="0.500", _7="0.375")], alone) == ["train.py:40"]
+
+
+@pytest.mark.parametrize("name", ["[GPU0]", "rank 0:"])
+def test_what_every_rank_prints_of_its_own_part_is_no_metric(name: str) -> None:
     def rank(number: int, loss: str) -> list[Event]:
-        return [*loads([0, 1]), prints(f"[GPU{number}] eval loss {loss}")]
+        return [*loads([0, 1]), prints(f"{name} eval loss {loss}".replace("0", str(number), 1))]
 
     report = judged([rank(0, "1.234"), rank(1, "1.345")], rank(0, "1.300"))
     assert report.findings == []

@@ -378,6 +378,22 @@ def test_what_is_no_replica_by_the_script_s_own_hand(
     assert (told is None) == (said is None)
 
 
+def test_stages_of_both_directions_are_no_replicas_though_each_rank_has_every_name() -> None:
+    def process(down: list[str], up: list[str]) -> list[Event]:
+        _, start, first = held_by(*down, *up)
+        shapes = [[[2, 2] for _ in part] for part in (down, up)]
+        names = [
+            {"kind": "names", "optimizer": number, "names": part, "shapes": shapes[number]}
+            for number, part in enumerate((down, up))
+        ]
+        return [*names, start, first]
+
+    ranks = record(process(["0.w"], ["1.w"]), process(["1.w"], ["0.w"]))
+    alone = record(process(["0.w", "1.w"], ["0.w", "1.w"]))
+    whole = Run(Ended(code=0, hung=False, failure=None, folder=Path("/nowhere")), alone)
+    assert (states.by_hand(ranks, whole) or "").startswith("each rank holds a part")
+
+
 def test_what_ddp_is_told_to_ignore_may_differ() -> None:
     def rank(own: str) -> list[Event]:
         wrap, names, start, first = held_by("head", "expert", ignored=["expert"])

@@ -149,6 +149,18 @@ def test_samples_without_a_loader_are_those_that_one_process_uses(own: list[str]
     assert report.coverage["data"].partition(":")[0] == said
 
 
+@pytest.mark.parametrize(("shared", "codes"), [([], []), (["b"], ["samples-repeated"])], ids=["anchors", "shared"])
+def test_rows_that_come_at_every_step_are_in_no_rank_s_part(shared: list[str], codes: list[str]) -> None:
+    """Anchors, or points of a boundary, beside the samples of a step."""
+    trains: list[Event] = [{"kind": "backward", "window": 0, "where": "train.py:25"}, step(0, "g"), stepped(0)]
+    parts = [(["a", "b"], ["c"], ["a"]), (["d", *shared], ["e"], ["d"])]
+    ours = record(*([*inputs(*(["x", *rows] for rows in part)), *trains] for part in parts))
+    alone = record(inputs(["x", *"abdf"], ["x", *"ceghij"], ["x", "a"]))
+    report = Report(ranks=2)
+    unloaded.judge(ours, alone, lambda: alone, report)
+    assert [one.code for one in report.errors] == codes
+
+
 READ = [str(one) for one in range(96)]  # what one process reads
 
 

@@ -12,6 +12,8 @@ from samestep.verification.judging.record import Rank, pass_of
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|\b(?:nan|inf)\b", re.IGNORECASE)
 
+_LABEL = re.compile(r"\W*(?:[^\W\d]+\s+)?(\d+)\s*:(?=\s)")  # what the line is about: "fold 2: loss 0.31", "2016: 0.8"
+
 Place = tuple[str, str, str, int]  # phase; where; after which batches, or how it is worded; number
 
 
@@ -48,13 +50,13 @@ def outcomes(rank: Rank) -> dict[str, Outcome]:
         for phase in of_pass.get(pass_of(event), ()) if event["kind"] == "passed" else (event["phase"],):
             phases.setdefault(phase, []).append(event)
     return {
-        phase: _outcome(phase, events)
+        phase: _outcome(phase, events, rank.number)
         for phase, events in phases.items()
         if any(event["kind"] in {"evaluated", "ran"} for event in events)
     }
 
 
-def _outcome(phase: str, events: list[Event]) -> Outcome:
+def _outcome(phase: str, events: list[Event], rank: int) -> Outcome:
     outcome = Outcome(by_batch=any(event.get("by_batch") for event in events))
     outcome.brings_together = any(event["kind"] == "collected" for event in events)
     outcome.gathers = any("rows" in event for event in events)
@@ -71,7 +73,7 @@ def _outcome(phase: str, events: list[Event]) -> Outcome:
         elif event["kind"] == "collected" and is_final and "values" in event:
             stretch.append(event)
         elif event["kind"] == "printed" and is_final:
-            outcome.lines[_place(phase, _line(event), seen)] = event
+            outcome.lines[_place(phase, _labelled(event, rank), seen)] = event
     _take(phase, stretch, passes, outcome, seen)
     outcome.loaders = passes
     return outcome
@@ -128,5 +130,12 @@ def _final(events: list[Event]) -> list[bool]:
 
 
 def _line(event: Event) -> tuple[str, str]:
-    words = _NUMBER.sub("#", event.get("text", ""))
-    return event.get("where", ""), "".join(words.split())  # numbers may be padded to one width
+    words = "".join(_NUMBER.sub("#", event.get("text", "")).split())  # numbers may be padded to one width
+    return event.get("where", ""), words
+
+
+def _labelled(event: Event, rank: int) -> tuple[str, str]:
+    """A line by its wording, and by the number of what it is about, unless that is the rank."""
+    found = _LABEL.match(event.get("text", ""))
+    where, words = _line(event)
+    return where, words if found is None or int(found[1]) == rank else f"{found[1]} {words}"

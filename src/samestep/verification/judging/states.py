@@ -130,6 +130,8 @@ def by_hand(record: Record, whole: Run) -> str | None:
     held = [{name for step in rank.steps for name in step["parameters"]} for rank in record.ranks]
     if not all(alone.keys() <= names | mine.keys() for names, mine in zip(held, shapes, strict=True)):
         return _PART
+    if _are_crossed(record, whole):
+        return _PART
     ignored = {name for event in record.ranks[0].of("wrap") for name in event.get("ignored", [])}
     copied = {name for event in record.ranks[0].of("wrap") for name in event["names"]} - ignored
     if any(name not in copied for mine in shapes for name, _ in mine.items() - alone.items()):
@@ -147,6 +149,26 @@ def _shapes(rank: Rank) -> dict[str, str]:
         for event in rank.of("names")
         for name, shape in zip(event["names"], event["shapes"], strict=True)
     }
+
+
+def _are_crossed(record: Record, whole: Run) -> bool:
+    """Whether an optimizer has other parameters on each rank, a part of those that it has in one process.
+
+    All optimizers of a rank together may have every name, where stages run in both directions.
+    """
+    ranks, alone = [_names(rank) for rank in record.ranks], _names(whole.rank)
+    for number, names in alone.items():
+        held = [rank.get(number, set()) for rank in ranks]
+        if all(own and own < names for own in held) and any(own != held[0] for own in held):
+            return True
+    return False
+
+
+def _names(rank: Rank) -> dict[int, set[str]]:
+    names: dict[int, set[str]] = {}
+    for event in rank.of("names"):
+        names.setdefault(event["optimizer"], set()).update(event["names"])
+    return names
 
 
 def _own(record: Record) -> list[str]:

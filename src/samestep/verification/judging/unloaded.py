@@ -241,12 +241,18 @@ def _in_order(*ranks: Rank) -> list[str]:
 
 
 def _until_repeated(rank: Rank) -> set[str]:
-    """The rows that a rank's models get before one comes again; none where that is not seen, or at once."""
+    """The rows that a rank's models get before one comes again; none where that is not seen, or at once.
+
+    Rows that come at every step, such as anchors beside the samples, are none.
+    """
+    steps = [*_by_step([rank]).values()]
+    constant = set.intersection(*steps) if steps else set()
     seen: set[str] = set()
     for call in _calls(rank):
-        if seen & set(call):
+        samples = set(call) - constant
+        if seen & samples:
             return seen
-        seen |= set(call)
+        seen |= samples
     return set()
 
 

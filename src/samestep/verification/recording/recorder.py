@@ -77,6 +77,7 @@ class Recorder(ScriptObserver):
         self.compressing = Compressing(self.journal, first=context.rank == 0, wanted=lambda: self._sampled)
         self._replicas: list[weakref.ref[Any]] = []  # models in DistributedDataParallel
         self._replicas_reported = 0
+        self._split: list[tuple[weakref.ref[Any], str]] = []  # models in DataParallel, which may be frozen later
         self._datasets: dict[str, Any] = {}
         self._dropped_in = -1
         self._local_tensors = 0
@@ -333,13 +334,19 @@ class Recorder(ScriptObserver):
 
     def on_wrap(self, kind: str, model: Any, where: str, ranks: list[int] | None = None) -> None:
         """Writes down the order in which a model's parameters are registered, which DistributedDataParallel trusts."""
-        from samestep.verification.recording.flat import why_unknown
-
+        if self.sources is not None:
+            self.sources.enter()
+        if kind == "DataParallel":
+            self._split.append((weakref.ref(model), where))
+            return
         if kind == "DistributedDataParallel":
             watch_bare_forward(self, model)
             self._replicas.append(weakref.ref(model))
-        if self.sources is not None:
-            self.sources.enter()
+        self._tell_wrap(kind, model, where, ranks)
+
+    def _tell_wrap(self, kind: str, model: Any, where: str, ranks: list[int] | None = None) -> None:
+        from samestep.verification.recording.flat import why_unknown
+
         self.journal.write(
             "wrap",
             wrapper=kind,
@@ -357,12 +364,19 @@ class Recorder(ScriptObserver):
             broadcasts=bool(getattr(model, "broadcast_buffers", False)),
         )
 
+    def tell_trained_splits(self) -> None:
+        for known, where in tuple(self._split):
+            if (model := known()) is not None and any(one.requires_grad for one in model.parameters()):
+                self._tell_wrap("DataParallel", model, where)
+                self._split.remove((known, where))
+
     def on_comm_hook(self, name: str, where: str) -> bool:
         self.journal.write("hook", name=name, where=where)
         return False
 
     def before_backward(self, root: Any, where: str) -> None:
         """Counts the backward passes of a window."""
+        self.tell_trained_splits()
         if root is not None:
             self.begin_backward(root)
         from samestep.verification.recording.graph import scale_of, terms_of, unit_of
