@@ -213,7 +213,7 @@ class Recording(Callbacks):
     def after_step(self, optimizer: Any) -> None:
         self.calls.append("stepped")
 
-    def on_random(self, name: str, where: str, value: Any) -> Any:
+    def on_random(self, name: str, where: str, value: Any, *, own_generator: bool) -> Any:
         self.calls.append(name)
         return value
 
@@ -321,8 +321,8 @@ def test_what_a_library_draws_for_the_script_is_reported_with_its_name() -> None
 
 def test_numbers_drawn_in_place_can_be_exchanged() -> None:
     class Handing(Recording):
-        def on_random(self, name: str, where: str, value: Any) -> Any:
-            super().on_random(name, where, value)
+        def on_random(self, name: str, where: str, value: Any, *, own_generator: bool) -> Any:
+            super().on_random(name, where, value, own_generator=own_generator)
             return torch.ones(2)
 
     one = Handing()

@@ -13,7 +13,7 @@ from torch import nn
 from samestep.verification import journal
 from samestep.verification.judging import evaluation
 from samestep.verification.judging.evaluation_outcomes import outcomes
-from samestep.verification.judging.record import Rank, Run
+from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.inputs import Inputs, mixes_samples
 from samestep.verification.recording.naming import buffers_of
@@ -100,6 +100,19 @@ def test_progress_lines_are_no_metric() -> None:
     assert found([shows("16.67", "40.25"), shows("33.33", "40.25")], whole) == []
     assert judged([shows("16.67", "40.25"), shows("33.33", "40.25")], whole).coverage["evaluation"] == "agrees"
     assert found([shows("12.50", "42.50"), shows("12.50", "42.50")], whole) == ["train.py:50"]
+
+
+def test_the_last_line_of_a_loop_that_is_left_is_one_of_progress_too() -> None:
+    """As with a limit of batches: nothing says that the pass is over."""
+
+    def shows(*batches: str, result: str) -> list[Event]:
+        about, *yielded, _ = loads(*([2 * i, 2 * i + 1] for i, _ in enumerate(batches)))
+        lines = [event for i, one in enumerate(batches) for event in (*yielded[2 * i : 2 * i + 2], prints(one))]
+        return [about, *lines, prints(f"accuracy {result}", "train.py:50")]
+
+    alone = shows("Acc@1 10.00", "Acc@1 30.00", result="0.300")
+    assert found([shows("Acc@1 10.00", "Acc@1 20.00", result="0.300")] * 2, alone) == []
+    assert found([shows("Acc@1 10.00", "Acc@1 20.00", result="0.150")] * 2, alone) == ["train.py:50"]
 
 
 def test_the_last_line_of_a_loop_over_tensors_is_one_of_progress_too() -> None:
@@ -199,6 +212,11 @@ def test_samples_that_one_loader_leaves_out_and_another_brings_are_evaluated() -
     assert found([rank(first, 3), rank(other, 3)], alone) == ["train.py:10"]  # no loader for as many
 
 
+def test_sums_with_a_row_for_each_rank_are_not_held_against_one_row() -> None:
+    rows = [*loads([0, 1]), sums(3.5, 2.0, 4.5, 2.0)]
+    assert found([rows, rows], [*loads([0, 1]), sums(8.0, 4.0)]) == []
+
+
 def test_sums_that_no_metric_shows_are_none() -> None:
     """Times, say; but not where samples come twice, and the digits that are printed do not show it."""
 
@@ -218,6 +236,7 @@ def test_sums_that_no_metric_shows_are_none() -> None:
         ("acc 0.881, auc 0.9912", "acc 0.902, auc 0.9912", False),  # perhaps so too
         ("Best metric: 50.0 (epoch 0)", "Best metric: 55.55555 (epoch 0)", True),
         ("test accuracy 1.000", "test accuracy 1.000", False),
+        ("epoch 0 | dev | loss 0.713 | acc 0.881", "epoch 0 | dev | loss 0.704 | acc 0.902", True),
     ],
 )
 def test_a_number_that_differs_counts_unless_it_may_be_of_the_training(
@@ -226,6 +245,21 @@ def test_a_number_that_differs_counts_unless_it_may_be_of_the_training(
     report = judged([[ran(), prints(mine)], [ran()]], [ran(), prints(theirs)])
     assert [one.where for one in report.errors] == (["train.py:40"] if is_found else [])
     assert report.coverage["evaluation"] == ("differs" if is_found else "agrees")
+
+
+def test_a_metric_of_a_line_that_says_train_is_of_the_training() -> None:
+    mine, theirs = ([ran(), prints(f"epoch 0 | train | loss 0.7 | acc {acc}")] for acc in ("0.881", "0.902"))
+    assert found([mine, [ran()]], theirs) == []
+
+
+@pytest.mark.parametrize(("in_float64", "is_rounding"), [(2e-16, True), (0.8e-6, False)])
+def test_a_number_that_is_next_to_nothing_in_float64_is_rounding(in_float64: float, *, is_rounding: bool) -> None:
+    def process(error: float) -> Record:
+        return record([*loads([0, 1]), sums(12.5, error)])
+
+    numbers = process(1.1e-6), process(0.9e-6)
+    assert evaluation.is_rounding("train.py:30", numbers, (process(in_float64), process(1e-16))) is is_rounding
+    assert not evaluation.is_rounding("train.py:31", numbers, (process(in_float64), process(1e-16)))
 
 
 @pytest.mark.parametrize(
@@ -464,6 +498,23 @@ def test_phases_are_named_by_their_window_and_begin_with_data(tmp_path) -> None:
     evaluations.begin()
     evaluations.ran(begins=True, by_batch=lambda: False)
     assert [event["phase"] for event in journal.read(tmp_path, 0)] == ["3.1", "3.2", "5.1"]
+
+
+def test_statistics_of_a_batchnorm_that_does_not_run_are_not_of_an_evaluation(tmp_path) -> None:
+    """A projector, say, which only the training needs."""
+    model = nn.ModuleDict({"body": nn.BatchNorm1d(2), "projector": nn.BatchNorm1d(2)}).eval()
+    buffers = dict(model.named_buffers())
+    book = journal.TraceWriter(tmp_path, 0)
+    inputs = Inputs(book, lambda: None)
+    evaluations = Evaluations(book, lambda: buffers, inputs)
+    evaluations.begin()
+    evaluations.batch("v", 0, 0, gradients=False)
+    inputs.used = True
+    evaluations.normalised(model["body"].running_mean)
+    evaluations.passed("v", 0)
+    evaluations.settle()
+    (held,) = [event["digests"] for event in journal.read(tmp_path, 0) if event["kind"] == "buffers"]
+    assert sorted(held) == ["body.num_batches_tracked", "body.running_mean", "body.running_var"]
 
 
 def test_a_module_in_training_mode_uses_no_statistics_and_mixes_samples() -> None:

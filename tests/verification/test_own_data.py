@@ -16,7 +16,7 @@ from samestep.verification.findings import AGREES
 from samestep.verification.journal import value_path
 from samestep.verification.judging import own_data
 from samestep.verification.judging.own_data import draw_together
-from samestep.verification.judging.own_pace import begins_apart, follows, go_together, sudden
+from samestep.verification.judging.own_pace import begins_apart, follows, go_together, judge_tail, sudden
 from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner
@@ -290,6 +290,31 @@ def test_a_step_at_which_one_process_parts_from_the_ranks(
             )
     step = sudden(ranks, one)
     assert (None if step is None else step["event"]) == at
+
+
+@pytest.mark.parametrize(
+    ("alone", "row", "codes"),
+    [
+        (NORMS, "r", []),
+        ([1.0, 2.0, 1.5, 2.0], "r", ["gradient-scale"]),
+        ([1.0, 2.0, 1.5, 2.0], "other", []),
+        ([1.1, 2.0, 1.5, 2.0], "r", []),  # it has other gradients before, too
+    ],
+    ids=["the same", "divided by fewer", "other samples", "other gradients"],
+)
+def test_steps_that_one_rank_takes_under_join_are_those_of_one_process(
+    tmp_path: Path, alone: list[float], row: str, codes: list[str]
+) -> None:
+    ranks, one = trains(tmp_path / "ranks", NORMS, ranks=2), trains(tmp_path / "alone", alone)
+    for record, name in ((ranks, "r"), (one, row)):
+        record.ranks[0].events.append({"kind": "input", "window": 2, "rows": [name], "numbers": 1})
+    first, other = ranks.ranks
+    first.events.append({"kind": "joined", "event": 4, "where": "train.py:20"})
+    shorter = [event for event in other.events if event.get("event", 0) < 2]
+    shorter.append({"kind": "joined", "event": 2, "where": "train.py:20"})
+    report = Report(ranks=2)
+    judge_tail(Record(ranks.folder, [first, Rank(1, shorter)]), one, report)
+    assert [(found.code, found.where) for found in report.errors] == [(code, "train.py:20") for code in codes]
 
 
 def begun(record: Record, *more: Event) -> Record:

@@ -60,7 +60,7 @@ def test_a_state_that_comes_back_whole_is_proved() -> None:
 @pytest.mark.parametrize(
     ("state", "after", "lost"),
     [
-        ({}, {"buffers": {"mean": "other"}}, "and mean did not come back"),
+        ({}, {"buffers": {"mean": "m0"}}, "and mean did not come back"),
         (
             {},
             {"optimizers": [{"number": 1, "state": None, "rates": [0.1]}]},
@@ -212,10 +212,40 @@ def test_a_file_that_another_model_is_evaluated_with_is_no_resume() -> None:
     assert judged(*events).findings == []
 
 
+def test_a_buffer_that_the_script_sets_behind_the_load_is_not_lost() -> None:
+    """The temperature of an epoch, say: it has neither the value of the save nor that of the start."""
+    assert judged(save(WHOLE), load(WHOLE), resumed(buffers={"mean": "set anew"})).findings == []
+
+
+def test_of_several_files_that_are_loaded_the_training_goes_on_with_one() -> None:
+    best = {"w": "p0", "mean": "m0"}
+    of_best = {"path": "best.pt", "state": STATE | {"parameters": {"w": "p0"}, "buffers": {"mean": "m0"}}, "event": 0}
+    loads = [load(WHOLE) | {"path": "last.pt"}, load(best)]
+    saves = [save(best, **of_best), save(WHOLE, path="last.pt")]
+    assert judged(*saves, *loads, resumed()).findings == []
+    assert judged(*saves, *loads, resumed(buffers={"mean": "m0"})).errors
+
+
+def test_a_file_without_anything_of_the_training_is_no_checkpoint() -> None:
+    """Indices of the samples that were labelled, say."""
+    report = judged(save({"": "indices"}), load({"": "indices"}), resumed(buffers={"mean": "m0"}))
+    assert report.findings == []
+    assert report.coverage["checkpoint"] != "identical"
+
+
+def test_rates_are_compared_with_those_of_the_save_unless_others_are_known() -> None:
+    events = [save(WHOLE), load(WHOLE), resumed(optimizers=[{"number": 1, "state": "momentum 1", "rates": [0.2]}])]
+    ranks = record([step(0, "g", rates=[0.2]), stepped(0), *events, step(1, "h"), stepped(1)])
+    for compares, codes in ((True, ["checkpoint-inexact"]), (False, [])):
+        report = Report(ranks=1)
+        storage.judge(ranks, report, compares_rates=compares)
+        assert [one.code for one in report.errors] == codes
+
+
 def test_what_another_model_was_loaded_into_need_not_come_back() -> None:
     """A student begins anew, with the names and shapes of the teacher that was saved."""
     for into_others, codes in ((True, []), (False, ["checkpoint-inexact"])):
-        report = judged(save(WHOLE), load(WHOLE), resumed(buffers={"mean": "other"}, into_others=into_others))
+        report = judged(save(WHOLE), load(WHOLE), resumed(buffers={"mean": "m0"}, into_others=into_others))
         assert [one.code for one in report.errors] == codes
 
 

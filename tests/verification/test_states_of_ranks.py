@@ -106,6 +106,16 @@ def test_parameters_that_train_and_are_in_no_optimizer_are_found(more: dict[str,
     assert said is None or said in found[0].cause
 
 
+@pytest.mark.parametrize(("alone", "severity"), [(1, "note"), (0, "error")])
+def test_groups_that_one_process_leaves_empty_too_are_meant(alone: int, severity: str) -> None:
+    def process(empty: int) -> list[Event]:
+        return [OPTIMIZER, step(0, "g", left_out=["head.w"], empty_groups=empty), stepped(0)]
+
+    report = Report(ranks=2)
+    states.judge(record(process(1), process(1)), report, lambda: record(process(alone)))
+    assert [one.severity for one in report.findings if one.code == "optimizer-misses-parameters"] == [severity]
+
+
 @pytest.mark.parametrize(("held", "severity"), [(["w"], "note"), (["w", "head.w"], "error")])
 def test_parameters_that_no_optimizer_of_one_process_holds_either_are_meant_to_stay(
     held: list[str], severity: str

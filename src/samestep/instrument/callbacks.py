@@ -134,8 +134,8 @@ class Callbacks:
 
     # --- the rest ---
 
-    def on_random(self, name: str, where: str, value: Any) -> Any:
-        """The script has drawn random numbers; returns those that it gets."""
+    def on_random(self, name: str, where: str, value: Any, *, own_generator: bool) -> Any:
+        """The script has drawn random numbers, maybe from a generator of its own; returns those that it gets."""
         return value
 
     def on_seed(self, seed: str) -> None:

@@ -45,20 +45,22 @@ _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 def _draw(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
-    return _reported(name, original(*args, **kwargs))
+    return _reported(name, original(*args, **kwargs), own_generator=kwargs.get("generator") is not None)
 
 
 def _draw_in_place(name: str, original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     import torch
 
     original(self, *args, **kwargs)
-    if type(self) is torch.Tensor and not self.is_meta and (value := _reported(name, self)) is not self:
-        with torch.no_grad():
-            self.copy_(value)
+    if type(self) is torch.Tensor and not self.is_meta:
+        value = _reported(name, self, own_generator=kwargs.get("generator") is not None)
+        if value is not self:
+            with torch.no_grad():
+                self.copy_(value)
     return self
 
 
-def _reported(name: str, value: Any) -> Any:
+def _reported(name: str, value: Any, *, own_generator: bool) -> Any:
     """Returns what the listeners make of numbers that are drawn for the script, or these."""
     frame: FrameType | None = caller()
     library = ""
@@ -72,7 +74,7 @@ def _reported(name: str, value: Any) -> Any:
         frame = frame.f_back
     if frame is not None:
         for one in listeners("on_random"):
-            value = one.on_random(f"{library}{name}", call_site(frame), value)
+            value = one.on_random(f"{library}{name}", call_site(frame), value, own_generator=own_generator)
     return value
 
 

@@ -289,6 +289,14 @@ def _train(original: Any, model: Any, mode: bool = True) -> Any:
         return original(model, mode)
 
 
+@modes.patch("torch.nn.functional", "batch_norm")
+def _normalise(original: Any, values: Any, mean: Any, *args: Any, **kwargs: Any) -> Any:
+    training = kwargs.get("training", args[3] if len(args) > 3 else False)
+    if mean is not None and not training:
+        notify("normalised", mean=mean)
+    return original(values, mean, *args, **kwargs)
+
+
 @loaded_weights.patch("torch.nn.modules.module", "Module.load_state_dict")
 def _load_state_dict(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     where = user_line()

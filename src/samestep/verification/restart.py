@@ -42,7 +42,7 @@ def judge(runner: Runner, record: Record, how: dict[str, Any], report: Report) -
         return
     both = one_after_the_other(killed.record, saved, again.record)
     found = Report(ranks=report.ranks)
-    storage.judge(both, found)
+    storage.judge(both, found, compares_rates=False)  # those without the stop tell more
     found.add(resumed.judge(both))
     found.add(_differing_ranks(again.record))
     state = found.coverage["checkpoint"]

@@ -44,7 +44,7 @@ from samestep.verification.judging import (
 )
 from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.others import Others
-from samestep.verification.judging.own_pace import begins_apart, each_has_all, follows, parted, sudden
+from samestep.verification.judging.own_pace import begins_apart, each_has_all, follows, judge_tail, parted, sudden
 from samestep.verification.judging.passes import are_loaded
 from samestep.verification.judging.record import BY_THEMSELVES, Record, Run
 from samestep.verification.judging.reference import Comparison, is_nearer
@@ -266,6 +266,8 @@ def _verified(runner: Runner, steps: int) -> Report:
             if record.steps and not (recorded.has_failed or whole.has_failed):
                 _judge_own_pace(runner, record, run_at_own_pace(), report)
                 _judge_sudden(runner, record, own_pace(), report)
+                judge_tail(record, own_pace(), report)
+                _withdraw_rounding(runner, record, whole, report)
     if recorded.has_failed:
         blame(recorded, whole, run_at_own_pace, report)
     elif whole.has_failed and not owns:
@@ -410,6 +412,21 @@ def _judge_evaluation(runner: Runner, record: Record, run: Run, report: Report) 
             report.add(found for found in in_float64.errors if found.code == "evaluation-inexact")
             if in_float64.coverage.get("evaluation") == AGREES:
                 report.cover("evaluation", AGREES, "those of one process at its own pace, in float64")
+
+
+def _withdraw_rounding(runner: Runner, record: Record, whole: Run, report: Report) -> None:
+    """Compares evaluations that are accused in float64, too: a number may be rounding alone, such as a residual."""
+    accusing = [one for one in report.errors if one.code == "evaluation-inexact"]
+    if not accusing or accusing != report.errors or whole.apart is not None:
+        return
+    order: dict[str, Any] = {"steps": record.steps, "passes": PASSES, "double": True}
+    ranks = runner.recorded(f"evaluations of {record.size} ranks in float64", record.size, **order)
+    alone = runner.alone("evaluations in float64", ranks.record, double=True)
+    if ranks.has_failed or alone.has_failed:
+        return
+    for found in accusing:
+        if evaluation.is_rounding(found.where, (record, whole.record), (ranks.record, alone.record)):
+            report.withdraw(found, AGREES, "but for a number that is rounding alone: in float64 it is next to nothing")
 
 
 def _judge_sudden(runner: Runner, record: Record, alone: Record, report: Report) -> None:

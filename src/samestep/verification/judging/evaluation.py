@@ -54,6 +54,8 @@ _PRECISE = 3e-4  # of a printed number, its last digit: it shows also few sample
 _STEADY = 1e-3  # of a number that one process comes to twice
 _CLOSE = 1e-4  # of a sum; the parameters are the same, so this is rounding
 
+_NOTHING = 1e-4  # of a number's size: what is left of rounding in float64 is some 1e-9 of it
+
 _SUMS = "all_reduce the sum over the samples and their number, then divide once; samestep.evaluate(…) does all of it"
 
 
@@ -301,6 +303,34 @@ def _agrees_by_itself(
     lines = metrics_alike([_lines(one) for one in evaluations], _lines(theirs))
     sums = _sums(record, evaluations, theirs, set())
     return (lines.whole and not miscounts) or (bool(sums) and all(one is None for one in sums))
+
+
+def is_rounding(where: str | None, records: tuple[Record, Record], in_float64: tuple[Record, Record]) -> bool:
+    """Whether the numbers of a line that differ are rounding alone: in float64 they are next to nothing.
+
+    Args:
+        where: the line.
+        records: of the ranks, and of the script alone.
+        in_float64: the same.
+    """
+    mine, theirs, *double = (_numbers_at(where, record) for record in (*records, *in_float64))
+    apart = []
+    for place, ours, others in both(mine, theirs):
+        for number, (one, other) in enumerate(zip(ours, others, strict=False)):
+            if not _close(one, other):
+                found = [each[place][number] for each in double if number < len(each.get(place, ()))]
+                size = max(abs(one), abs(other))
+                apart.append(len(found) == len(double) and all(abs(value) <= _NOTHING * size for value in found))
+    return bool(apart) and all(apart)
+
+
+def _numbers_at(where: str | None, record: Record) -> dict[Place, list[float]]:
+    """What the first rank's evaluations sum up, or print, at a line."""
+    found: dict[Place, list[float]] = {}
+    for one in outcomes(record.ranks[0]).values():
+        found |= {place: event["values"] for place, event in one.sums.items() if event["where"] == where}
+        found |= {place: numbers_of(event) for place, event in one.lines.items() if event["where"] == where}
+    return found
 
 
 def _drawn_apart(ranks: list[dict[str, Outcome]]) -> set[str]:
@@ -557,8 +587,10 @@ def _sums(
         for place, here in one.sums.items():  # one may count batches, of which each rank has a last one of its own
             if (there := theirs[phase].sums.get(place)) is None or here["where"] in ours:
                 continue
+            if len(here["values"]) != len(there["values"]):
+                continue  # a row for each rank, say
             sizes = {1, record.size, _size(here["group"], record.size)}
-            pairs = list(zip(here["values"], there["values"], strict=False))
+            pairs = list(zip(here["values"], there["values"], strict=True))
             bad = next((pair for pair in pairs if pair != batches and not _agree(*pair, sizes, here["reduce"])), None)
             if bad is None and here["reduce"] in _CHOSEN:
                 continue  # that they have one maximum, or stop at once, says little of the rest

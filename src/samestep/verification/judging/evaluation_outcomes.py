@@ -107,9 +107,13 @@ def _last_of_chains(sums: list[Event]) -> list[Event]:
 def _final(events: list[Event]) -> list[bool]:
     """Whether each event comes when its data are through, or is a state on the way there.
 
-    A DataLoader's pass says when it is over. Without one, what is repeated between two forwards is on the way.
+    A DataLoader's pass says when it is over, unless a loop has left it: then a line that it has printed before its last
+    batch is on the way, too. Without a DataLoader, what is repeated between two forwards is on the way.
     """
     last = {pass_of(event): i for i, event in enumerate(events) if "key" in event}
+    over = {pass_of(event) for event in events if event["kind"] == "passed"}
+    first = {pass_of(event): i for i, event in reversed([*enumerate(events)]) if event["kind"] == "evaluated"}
+    left = [(first[name], end) for name, end in last.items() if name not in over and name in first]
     rans = [i for i, event in enumerate(events) if event["kind"] == "ran"]
     loads = any(event["kind"] == "evaluated" for event in events)
     known: dict[tuple[str, str], list[int]] = {}  # a line, as it is worded -> where it stands
@@ -120,7 +124,10 @@ def _final(events: list[Event]) -> list[bool]:
         if event["kind"] == "evaluated":
             goes_on = last[event["key"], event["number"]]
         if loads:
-            final.append(i > goes_on)
+            is_repeated = event["kind"] == "printed" and any(
+                begin < place < end < i for place in known[_line(event)] for begin, end in left
+            )
+            final.append(i > goes_on and not is_repeated)
             continue
         repeated = known[_line(event)]
         between = bisect(rans, repeated[0]) < bisect(rans, repeated[-1])

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, Finding
 from samestep.verification.journal import Event
 from samestep.verification.judging import rates
-from samestep.verification.judging.record import Record, place_of_draw
+from samestep.verification.judging.record import Record, calls_in, place_of_draw
 from samestep.verification.report import Report
 
 CARRIED_APART = (
@@ -148,6 +148,39 @@ def sudden(record: Record, alone: Record) -> Event | None:
             is_far = alone.ranks[0].steps[place]["rates"] == step["rates"] and not _is_taken(record, alone, place, _FAR)
             return step if place and is_far else None
     return None
+
+
+def judge_tail(record: Record, alone: Record, report: Report) -> None:
+    """Adds whether steps that some ranks take under Join, without the others' samples, are those of one process.
+
+    Only where one process takes all steps before as the ranks do, and this one with the same rows.
+    """
+    if record.uneven is None or not alone.ranks or not go_together(record, alone):
+        return
+    place = record.uneven["event"]
+    longest = max(record.ranks, key=lambda rank: len(rank.steps))
+    if not place < min(len(longest.steps), len(alone.ranks[0].steps)):
+        return
+    step, other = longest.steps[place], alone.ranks[0].steps[place]
+    mine, theirs = (calls_in(one, at["window"]) for one, at in ((longest, step), (alone.ranks[0], other)))
+    rows = [sorted(row for call in calls for row in call) for calls in (mine, theirs)]
+    if not rows[0] or rows[0] != rows[1] or have_gradients_of(step, other, 0):
+        return
+    factors = [step["norms"][name] / norm for name, norm in other["norms"].items() if norm and step["norms"].get(name)]
+    is_one = bool(factors) and max(factors) - min(factors) <= _NEAR * max(factors)
+    which = f"are {factors[0]:.4g} times" if is_one else "are not"
+    found = Finding(
+        code="gradient-differs",
+        rank=longest.number,
+        step=place,
+        factor=round(factors[0], 6) if is_one else None,
+        where=record.uneven["where"],
+        cause=f"at step {place}, when another rank has used its inputs up, the gradients {which} those of one process "
+        "with the same samples, and those of all steps before are equal",
+        fix="join(divide_by_initial_world_size=True) divides by the number of all ranks; False by that of the ranks "
+        "that still have inputs",
+    )
+    report.add([replace(found, code="gradient-scale") if is_one else found])
 
 
 def follows(record: Record, alone: Record) -> bool:

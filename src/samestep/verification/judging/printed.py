@@ -19,7 +19,7 @@ from samestep.verification.judging.evaluation_outcomes import Place
 _NAMES = (
     "accuracy|acc@\\d|acc|top-?1|top-?5|f1|auc|auroc|precision|recall|error|wer|bleu|iou|dice|perplexity|ppl|score|mae|rmse|mse"
     "|r2|nll|elbo|ndcg|map|hits?(?:[ _]?rate)?|r@\\d+|bpc|bpb|bits"
-    "|metric|(?:val|valid|validation|test|eval|evaluation)(?:[ _]?loss)?"
+    "|metric|(?:val|valid|validation|dev|test|eval|evaluation)(?:[ _]?loss)?"
 )
 _BETWEEN = r"(?:(?!time|took|sec|lr|step|epoch|speed)[^0-9+-]){0,24}"
 _NUMBER = r"([-+]?\d*\.\d+(?:e[-+]?\d+)?)(?!\s*(?:s|ms|sec|seconds)\b)"
@@ -27,7 +27,9 @@ _METRIC = re.compile(rf"(?<![a-z])({_NAMES})(?![a-z])(?:@\d+)?{_BETWEEN}{_NUMBER
 _ANY = re.compile(rf"(?<!lr)(?<!rate)[ =:]+{_NUMBER}", re.IGNORECASE)
 _AVERAGE = re.compile(r"\s*\(\s*([-+]?\d*\.\d+(?:e[-+]?\d+)?)\s*\)", re.IGNORECASE)
 _FURTHER = re.compile(rf"(?:\s*,\s*|\s+){_NUMBER}", re.IGNORECASE)
-_SECTION = re.compile(r"(?<![a-z])(?:(train)\w*|(?:val|valid|validation|test|eval|evaluation)(?![a-z]))", re.IGNORECASE)
+_SECTION = re.compile(
+    r"(?<![a-z])(?:(train)\w*|(?:val|valid|validation|dev|test|eval|evaluation)(?![a-z]))", re.IGNORECASE
+)
 _OF_TRAINING = re.compile(r"train\w*[ _]*$", re.IGNORECASE)
 _ABOUT_TRAINING = re.compile(r"loss|train|\blr\b|rate|time|sec|step|speed|norm|grad|/s\b", re.IGNORECASE)
 _DIGITS = 3  # of a number, or it agrees by chance
@@ -246,11 +248,10 @@ def metrics(line: Event) -> list[Metric]:
     """Returns the metrics in a line, but for those of the training."""
     text, found = line["text"], []
     sections = [(match.start(), match[1] is None) for match in _SECTION.finditer(text)]
-    evaluates = any(is_evaluation for _, is_evaluation in sections)
     for match in _METRIC.finditer(text):
         behind = [is_evaluation for start, is_evaluation in sections if match.end(1) < start < match.start(2)]
         of = behind[:1] or [is_evaluation for start, is_evaluation in sections if start <= match.start()]
-        is_last = behind[:1] == [False] or (evaluates and of[-1:] == [False])
+        is_last = behind[:1] == [False] or of[-1:] == [False]
         is_of_training = is_last or bool(_OF_TRAINING.search(text[: match.start()]))
         numbers = [] if is_of_training else [_number_of(match, text), *_further(match, text)]
         found += [

@@ -453,9 +453,17 @@ def _stale(record: Record, report: Report, own_pace: Callable[[], Record] | None
         report.add([_missed(record, event, orphans, cause)])
     elif left_out:
         cause = f"{listed(left_out, 'parameter')} get gradients and are in no optimizer, unlike the rest"
-        is_meant = not event["empty_groups"] and not _are_held_alone(left_out, own_pace)
+        is_empty = event["empty_groups"] and not _is_empty_alone(event, own_pace)
+        is_meant = not is_empty and not _are_held_alone(left_out, own_pace)
         found = _missed(record, event, left_out, cause)
         report.add([replace(found, severity="note", fix=None) if is_meant else found])
+
+
+def _is_empty_alone(event: Event, own_pace: Callable[[], Record] | None) -> bool:
+    """Whether an optimizer of one process has as many empty groups, and leaves the same parameters out."""
+    ranks = [] if own_pace is None else own_pace().ranks
+    steps = [step for rank in ranks for step in rank.steps if step["event"] == event["event"]]
+    return any(all(step[key] == event[key] for key in ("empty_groups", "left_out")) for step in steps)
 
 
 def _are_held_alone(names: list[str], own_pace: Callable[[], Record] | None) -> bool:

@@ -18,8 +18,9 @@ NOT_LOADED = "nothing that was saved was loaded again"
 OWN_NUMBER = ": what decides it is a rank's own number, such as a metric of its own samples"
 
 
-def judge(record: Record, report: Report) -> None:
-    saves = [(rank, event) for rank in record.ranks for event in rank.of("save")]
+def judge(record: Record, report: Report, *, compares_rates: bool = True) -> None:
+    """Adds what is known of saves and loads; rates are compared with those of the save, unless others are known."""
+    saves = [(rank, event) for rank in record.ranks for event in rank.of("save") if _is_checkpoint(event)]
     resumed = [(rank, event) for rank in record.ranks for event in rank.of("resumed")]
     compared, unknown = False, []
     report.add(_without_buffers(record))
@@ -27,15 +28,16 @@ def judge(record: Record, report: Report) -> None:
     report.add(_parts_saved_as_whole(record))
     report.add(_files_of_others(record))
     for rank, event in resumed:
-        before = [(saver, save) for saver, save in saves if "state" in save and _is_of(save, rank, event)]
-        if not before:
+        before = _save_of(rank, event, saves)
+        if before is None:
             continue
-        state = _state_of(rank, *before[-1])
+        state = _state_of(rank, *before)
         if state is None:
             unknown.append(rank.number)
         elif state["parameters"]:  # else saved before there was an optimizer
             compared = True
-            report.add([*_of_other_parts(rank, event, *before[-1])] or _compared(rank, event, state))
+            found = [*_of_other_parts(rank, event, *before)]
+            report.add(found or _compared(rank, event, state, compares_rates=compares_rates))
     if not any(one.code == "checkpoint-inexact" for one in report.errors):
         report.add(_states_of_others(record))
     if unknown:
@@ -191,10 +193,31 @@ def _stepped(rank: Rank, event: int) -> dict[str, str]:
     return {name: digest for step in steps for name, digest in (step["after"] or {}).items()}
 
 
-def _is_of(save: Event, rank: Rank, resumed: Event) -> bool:
-    """Whether what was loaded before a step is what was saved then, by what is in it."""
+def _is_checkpoint(save: Event) -> bool:
+    """Whether a file has anything of the training: indices to train on, say, are none."""
+    state = save.get("state")
+    if state is None:
+        return True
+    values = {*state["parameters"].values(), *state["buffers"].values(), *state.get("averaged", {}).values()}
+    names = {_own_name(name) for name in state["parameters"]}
+    is_named = any(key.endswith(tuple(names)) for key in save["digests"]) if names else True
+    return is_named or not values.isdisjoint(save["digests"].values())
+
+
+def _save_of(rank: Rank, resumed: Event, saves: Sequence[tuple[Rank, Event]]) -> tuple[Rank, Event] | None:
+    """The save of what a rank has loaded before a step: of several files that with whose parameters it goes on."""
     loads = [load for load in rank.of("load") if load["event"] <= resumed["event"]]
-    return bool(loads) and save["event"] <= resumed["event"] and same(save["digests"], loads[-1]["digests"])
+    recent = [load for load in reversed(loads) if load["event"] == loads[-1]["event"]]
+    each = [[one for one in saves if "state" in one[1] and _is_of(one[1], resumed, load)] for load in recent]
+    found, step = [before[-1] for before in each if before], _step_of(rank, resumed)
+    now = {} if step is None else step["parameters"]
+    going_on = [one for one in found if one[1]["state"]["parameters"] and _holds(one[1]["state"]["parameters"], now)]
+    return next(iter((going_on if now else []) or found), None)
+
+
+def _is_of(save: Event, resumed: Event, load: Event) -> bool:
+    """Whether what was loaded before a step is what was saved then, by what is in it."""
+    return bool(save["event"] <= resumed["event"] and same(save["digests"], load["digests"]))
 
 
 def judge_saved(record: Record, whole: Record, report: Report) -> None:
@@ -331,7 +354,7 @@ def _value(digest: str) -> str:
     return digest.rpartition(" ")[2]
 
 
-def _compared(rank: Rank, event: Event, state: Event) -> Iterator[Finding]:
+def _compared(rank: Rank, event: Event, state: Event, *, compares_rates: bool) -> Iterator[Finding]:
     step = _step_of(rank, event)
     if step is None or event.get("into_others"):  # a teacher's, say
         return
@@ -341,7 +364,7 @@ def _compared(rank: Rank, event: Event, state: Event) -> Iterator[Finding]:
     if not _holds(state["parameters"], {name: one for name, one in now.items() if name not in others}):
         if not _goes_on_as_before(rank, step):
             yield _lost(rank, event, where, "the parameters", "load the model's state before the first step")
-    elif lost := differing(state["buffers"], event["buffers"]):
+    elif lost := _lost_buffers(rank, state, event):
         fix = "save model.state_dict(), which has the buffers too"
         yield _lost(rank, event, where, f"{listed(lost, 'buffer')}", fix)
     elif (names := _averaged_anew(state, event, now, past)) is not None:
@@ -350,7 +373,14 @@ def _compared(rank: Rank, event: Event, state: Event) -> Iterator[Finding]:
     else:
         for new in event["optimizers"]:
             if _goes_on(rank, state["optimizers"], new) and not _is_loaded_again(rank, event):
-                yield from _optimizer(rank, event, where, state["optimizers"], new)
+                yield from _optimizer(rank, event, where, state["optimizers"], new, compares_rates=compares_rates)
+
+
+def _lost_buffers(rank: Rank, saved: Event, event: Event) -> list[str]:
+    """Buffers that begin anew behind a load; the script may have given others the values that they have now."""
+    begun = {name: one for start in rank.of("start")[:1] for name, one in start["buffers"].items()}
+    now = event["buffers"]
+    return [name for name in differing(saved["buffers"], now) if begun.get(name, now.get(name)) == now.get(name)]
 
 
 def _goes_on_as_before(rank: Rank, step: Event) -> bool:
@@ -412,7 +442,9 @@ def _goes_on(rank: Rank, saved: list[Event], new: Event) -> bool:
     return new["number"] not in numbers and new["rates"] in known
 
 
-def _optimizer(rank: Rank, event: Event, where: str | None, saved: list[Event], new: Event) -> Iterator[Finding]:
+def _optimizer(
+    rank: Rank, event: Event, where: str | None, saved: list[Event], new: Event, *, compares_rates: bool
+) -> Iterator[Finding]:
     """Whether an optimizer goes on as one of those that were there at the save."""
     # of a sharded optimizer each rank has the state of other parameters
     same = [old for old in saved if (new.get("names") or old.get("names")) == old.get("names")]
@@ -421,7 +453,7 @@ def _optimizer(rank: Rank, event: Event, where: str | None, saved: list[Event], 
     if trained and not is_moved and not any(old["state"] == new["state"] for old in trained):
         fix = 'save {"optimizer": optimizer.state_dict()} as well, and load it'
         yield _lost(rank, event, where, "the optimizer's state", fix)
-    elif saved and not any(old["rates"] == new["rates"] for old in saved):
+    elif compares_rates and saved and not any(old["rates"] == new["rates"] for old in saved):
         fix = 'save {"scheduler": scheduler.state_dict()} as well, and load it'
         yield _lost(rank, event, where, f"the learning rate ({saved[-1]['rates']} is now {new['rates']})", fix)
 

@@ -247,6 +247,7 @@ def _until_repeated(rank: Rank) -> set[str]:
     """
     steps = [*_by_step([rank]).values()]
     constant = set.intersection(*steps) if steps else set()
+    constant = constant if all(constant < rows for rows in steps) else set()  # else there are no others
     seen: set[str] = set()
     for call in _calls(rank):
         samples = set(call) - constant

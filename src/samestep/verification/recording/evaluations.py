@@ -15,7 +15,7 @@ from samestep.verification.recording.chance import as_tensor
 from samestep.verification.recording.inputs import Inputs
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # buffers of BatchNorm
-_MOST_VALUES = 64
+_MOST_VALUES = 1 << 12  # of a sum: a confusion matrix of 64 classes has as many
 _SUMS = {"all_reduce", "reduce"}
 _BRING_NOTHING = {
     *("barrier", "monitored_barrier", "new_group"),
@@ -52,6 +52,7 @@ class Evaluations:
         self._recent = False  # one has been since the last training batch: what is reduced or printed is of it
         self._has_run = False  # a model went through, and nothing was reduced or printed since
         self._drew: str | None = None  # what the script has drawn since the last training batch
+        self._normalised: set[int] = set()  # ids of the running means that this phase has used
 
     @property
     def lasts(self) -> bool:
@@ -88,6 +89,7 @@ class Evaluations:
 
     def _begin(self) -> None:
         self._recent, self._has_run, self._is_used = True, False, False
+        self._normalised = set()
         window, (last, number) = self._window(), self._phase
         self._phase = window, number + 1 if window == last else 1
 
@@ -165,6 +167,11 @@ class Evaluations:
         brought = "" if tensor is None else digest(tensor)
         self._drew = digest_of_bytes(f"{self._drew} {brought}".encode())
 
+    def normalised(self, mean: Any) -> None:
+        """A BatchNorm has normalised by its statistics, of which this is one."""
+        if self.lasts:
+            self._normalised.add(id(mean))
+
     def passed(self, key: str, number: int) -> None:
         """A pass has ended; a batch of it that was loaded ahead may still be evaluated."""
         self._confirm(key, number)
@@ -182,7 +189,10 @@ class Evaluations:
     def _tell_buffers(self, key: str, number: int) -> None:
         if not (self._inputs.used or self._inputs.cannot_tell):
             return  # another model is evaluated, or statistics of one are made
-        digests = {name: digest(buffer) for name, buffer in self._buffers().items()}
+        buffers = self._buffers()
+        used = {name.removesuffix(STATISTICS[0]) for name, one in buffers.items() if id(one) in self._normalised}
+        unused = () if self._inputs.cannot_tell else [name for name in buffers if _is_statistic(name, but=used)]
+        digests = {name: digest(buffer) for name, buffer in buffers.items() if name not in unused}
         if digests:
             self._journal.write("buffers", phase=self._name, key=key, number=number, digests=digests)
 
@@ -215,6 +225,12 @@ class Evaluations:
 
     def _about(self) -> dict[str, Any]:
         return {"phase": self._name, "placed": self._is_placed(), "drew": self._drew}
+
+
+def _is_statistic(name: str, *, but: set[str]) -> bool:
+    """Whether a buffer is of a BatchNorm, and not of one of these modules."""
+    module, _, own = name.rpartition(".")
+    return own in STATISTICS and f"{module}." not in but and module not in but
 
 
 def _rows(tensors: list[Any]) -> int | None:

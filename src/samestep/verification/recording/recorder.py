@@ -560,6 +560,9 @@ class Recorder(ScriptObserver):
         if kind == "evaluates":
             self.note_evaluation()
             return
+        if kind == "normalised":
+            self.evaluations.normalised(fields["mean"])
+            return
         if kind == "compresses":
             from samestep.pipelines.pipeline import Pipeline
 
@@ -636,14 +639,14 @@ class Recorder(ScriptObserver):
             of = digest(local(values).detach())
             self.journal.write("mask", window=self.window, number=self._masks, of=of, state=state, where=where)
 
-    def on_random(self, name: str, where: str, value: Any) -> Any:
+    def on_random(self, name: str, where: str, value: Any, *, own_generator: bool) -> Any:
         if self.sources is not None:
             self.sources.drew()
         if self.is_loading and name in ORDERING:
             note_order(self.journal, where, name, value)
         self._draws_samples |= self.is_loading and not name.endswith(("randperm", "permutation"))
-        if self.optimizers.all and not self.is_loading:
-            self.evaluations.drew(value)
+        if self.optimizers.all and (not self.is_loading or (self.evaluations.lasts and not own_generator)):
+            self.evaluations.drew(value)  # masks of a collate function are other ones in other batches
         if self.is_elsewhere or (begins_parameters(name) and not self.optimizers.all):
             return value
         if self.window and self._is_fed and not self._is_over:

@@ -565,11 +565,11 @@ class Replay(ScriptObserver):
                     found.setdefault(event["place"], []).append((rank.number, event["kept"]))
         return found
 
-    def on_random(self, name: str, where: str, value: Any) -> Any:
+    def on_random(self, name: str, where: str, value: Any, *, own_generator: bool) -> Any:
         import torch
 
-        if self.optimizers.all and not self.is_loading:
-            self.evaluations.drew(value)
+        if self.optimizers.all and (not self.is_loading or (self.evaluations.lasts and not own_generator)):
+            self.evaluations.drew(value)  # masks of a collate function are other ones in other batches
         if self.is_elsewhere or (begins_parameters(name) and not self.optimizers.all):
             return value
         if self.window and self._replayed and not self._is_over:
