@@ -319,6 +319,20 @@ def test_what_a_library_draws_for_the_script_is_reported_with_its_name() -> None
     assert one.calls == ["layers: torch.Tensor.bernoulli_", "torch.Tensor.exponential_"]
 
 
+def test_a_random_state_is_one_of_its_kind_and_reports_its_seed() -> None:
+    class Seeded(Recording):
+        def on_seed(self, seed: str) -> None:
+            self.calls.append(seed)
+
+    one, known = Seeded(), np.random.RandomState
+    subscribe(one, *_GROUPS)
+    made = np.random.RandomState(7)
+    assert one.calls == ["[7]"]
+    assert isinstance(made, np.random.RandomState)
+    assert isinstance(known(8), np.random.RandomState)
+    assert made.uniform() == known(7).uniform()
+
+
 def test_numbers_drawn_in_place_can_be_exchanged() -> None:
     class Handing(Recording):
         def on_random(self, name: str, where: str, value: Any, *, own_generator: bool) -> Any:

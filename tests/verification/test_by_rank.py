@@ -25,6 +25,26 @@ def sum_of(items: float) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
+    ("most", "used", "said"),
+    [
+        (2.0, 0.25 * ONE + 0.25 * OTHER, "agrees as declared"),  # half of the mean
+        (2.0, 0.5 * ONE + 0.5 * OTHER, "gradient-scale"),
+        (4.0, 0.5 * ONE + 0.5 * OTHER, "agrees as declared"),
+    ],
+)
+def test_a_mean_of_the_ranks_gradients_may_be_clipped(
+    tmp_path: Path, most: float, used: torch.Tensor, said: str
+) -> None:
+    loss: Event = {"kind": "loss", "event": 0, "terms": [mean(8)]}
+    runs = [trained(tmp_path / str(rank), [one], [loss]) for rank, one in enumerate((ONE, OTHER))]
+    clip: Event = {"kind": "clip", "window": 0, "norm": 4.0, "most": most, "where": "train.py:28"}
+    ours, report = trained(tmp_path / "ranks", [used], [clip]).record, Report(ranks=2)
+    ours = replace(ours, ranks=[ours.ranks[0], *record(list(ours.ranks[0].events)).ranks])
+    average.judge_by_rank(ours, runs, ours.ranks[0].steps, report, WHY)
+    assert [*(one.code for one in report.errors), report.coverage["gradients"].partition(":")[0]][0] == said
+
+
+@pytest.mark.parametrize(
     ("used", "terms", "said"),
     [
         (0.5 * ONE + 0.5 * OTHER, ([mean(8)], [mean(8)]), "agrees as declared"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from journals import Event, ended, passed, record, step, trained, wrap
+from journals import Event, ended, passed, record, step, stepped, trained, wrap
 from torch import nn
 
 from samestep.verification import numerics
@@ -381,6 +381,54 @@ def test_buffers_that_each_rank_keeps_a_part_of_are_no_difference(
         report.add([Finding(code="gradient-differs", step=1, cause=f"{CARRIED}, and each rank carries its own")])
     moved.judge(record, whole, lambda: whole.record, report)
     assert bool([one for one in report.errors if one.code == "buffers-diverged"]) == found[carries]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "is_found"),
+    [([4, 8], [8, 16], True), ([40, 81], [41, 80], False), ([3], [6], False), ([4.0, 8.0], [8.0, 16.0], True)],
+    ids=["counts of a rank", "a few", "a counter of calls", "no integers"],
+)
+def test_integers_of_a_buffer_are_compared_where_there_are_several(
+    mine: list[float], theirs: list[float], *, is_found: bool
+) -> None:
+    assert moved._differ(torch.tensor(mine), torch.tensor(theirs)) is is_found
+
+
+@pytest.mark.parametrize(
+    ("theirs", "own", "draws", "is_found"),
+    [
+        ([5.0, 2.0], None, False, True),
+        ([9.0, 2.0], None, False, False),
+        ([5.0, 2.0], [9.0, 2.0], False, False),  # one process at its own pace writes the same
+        ([5.0, 2.0], None, True, False),  # other numbers may be drawn
+    ],
+)
+def test_what_a_script_writes_into_parameters_behind_a_step_is_compared(
+    tmp_path: Path, theirs: list[float], own: list[float] | None, *, draws: bool, is_found: bool
+) -> None:
+    def kept(folder: str, number: int, value: Any) -> None:
+        path = value_path(tmp_path / folder, 0, number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(value, path)
+
+    def begins(code: list[float]) -> Any:
+        return {"buffers": {}, "untrained": {}, "parameters": {0: {"w": torch.tensor(code)}}}
+
+    kept("ranks", 1, begins([9.0, 2.0]))
+    kept("ranks", 2, {"parameters": {"w": torch.tensor([1.0, 2.0])}, "states": {}})
+    kept("alone", 1, {"buffers": {}, "before": {}, "teachers": {}, "written": {0: {"w": torch.tensor(theirs)}}})
+    kept("own", 1, begins(own or theirs))
+    window: Event = {"kind": "window", "number": 1, "kept": 1}
+    updated: Event = {"kind": "updated", "event": 0, "optimizer": 0, "kept": 2, "evaluations": 1}
+    draw: Event = {"kind": "draw", "place": "1|train.py:5|1", "digest": "d", "within": False}
+    events = [step(0, "g"), stepped(0), updated, window, *[draw] * draws, step(1, "h", "written"), stepped(1)]
+    ranks = Record(tmp_path / "ranks", [Rank(0, events)])
+    alone = Record(tmp_path / "alone", [Rank(0, [{"kind": "moved", "window": 1, "kept": 1}])])
+    whole = Run(Ended(code=0, hung=False, failure=None, folder=tmp_path), alone)
+    report = Report(ranks=2, coverage={"gradients": "agrees"})
+    moved.judge(ranks, whole, lambda: Record(tmp_path / "own", [Rank(0, [window])]), report)
+    assert [(one.code, one.tensor, one.step) for one in report.errors] == [("parameters-diverged", "w", 0)] * is_found
+    assert ranks.ranks[0].written_before(1) == {0: {"w"}}
 
 
 @pytest.mark.parametrize("broadcasts", [True, False])

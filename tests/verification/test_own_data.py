@@ -15,8 +15,15 @@ from torch import Tensor
 from samestep.verification.findings import AGREES
 from samestep.verification.journal import value_path
 from samestep.verification.judging import own_data
-from samestep.verification.judging.own_data import draw_together
-from samestep.verification.judging.own_pace import begins_apart, follows, go_together, judge_tail, sudden
+from samestep.verification.judging.own_data import are_seeded_apart, draw_together
+from samestep.verification.judging.own_pace import (
+    begins_apart,
+    ends_with_as_many,
+    follows,
+    go_together,
+    judge_tail,
+    sudden,
+)
 from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner
@@ -315,6 +322,25 @@ def test_steps_that_one_rank_takes_under_join_are_those_of_one_process(
     report = Report(ranks=2)
     judge_tail(Record(ranks.folder, [first, Rank(1, shorter)]), one, report)
     assert [(found.code, found.where) for found in report.errors] == [(code, "train.py:20") for code in codes]
+
+
+@pytest.mark.parametrize(("seeds", "are_apart"), [(("7", "7"), False), (("7", "8"), True), (("7", None), True)])
+def test_generators_that_ranks_seed_otherwise_are_known(seeds: tuple[str | None, ...], *, are_apart: bool) -> None:
+    ranks = [[] if seed is None else [{"kind": "seeded", "seed": seed}] for seed in seeds]
+    assert are_seeded_apart(recorded(*ranks)) is are_apart
+
+
+@pytest.mark.parametrize(("sizes", "is_over"), [([2, 2, 2, 2], True), ([2, 2, 2], False)])
+def test_one_process_may_take_smaller_steps_to_the_end_of_the_same_samples(
+    tmp_path: Path, sizes: list[int], *, is_over: bool
+) -> None:
+    ranks, one = trains(tmp_path / "ranks", NORMS[:2], ranks=2), trains(tmp_path / "alone", NORMS[: len(sizes)])
+    for record, each in ((ranks, [2, 2]), (one, sizes)):
+        for rank in record.ranks:
+            rank.events.extend(
+                {"kind": "batch", "size": size, "window": window, "training": True} for window, size in enumerate(each)
+            )
+    assert ends_with_as_many(ranks, one) is is_over
 
 
 def begun(record: Record, *more: Event) -> Record:

@@ -13,6 +13,7 @@ from samestep.verification.judging import control, rates
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Run
 from samestep.verification.judging.reference import Comparison
+from samestep.verification.recording.optimizers import settings_of
 from samestep.verification.report import Report
 from samestep.verification.runs import Ended
 
@@ -225,6 +226,11 @@ def test_settings_of_optimizers_are_those_of_one_process_at_as_many_samples(
     report, ranks = Report(ranks=2, steps=2, coverage={"gradients": AGREES}), [*given(4), *ours]
     rates.judge_settings(record(ranks, ranks), lambda: record([*given(rows), *theirs]), report)
     assert [one.code for one in report.findings] == (["update-differs"] if is_found else [])
+
+
+def test_which_process_of_how_many_this_is_is_no_setting() -> None:
+    group = {"lr": 0.1, "momentum": 0.9, "rank": 1, "world_size": 2, "ns_steps": 5}
+    assert settings_of(group) == {"momentum": 0.9, "ns_steps": 5}
 
 
 @pytest.mark.parametrize(("bias", "codes"), [(0.2, []), (0.7, ["learning-rate-differs"])])

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from samestep.instrument.callbacks import call, listeners
-from samestep.instrument.patch import Group, call_site, caller, is_own, is_traced
+from samestep.instrument.patch import Group, call_site, caller, is_own, is_traced, on_undo
 from samestep.rankenv import variable
 
 draws = Group()  # reports random numbers that the script's own lines draw, or libraries for them
@@ -89,13 +89,34 @@ for _name in _DRAWN_BY_TENSORS:
 @draws.patch("numpy.random", "default_rng")
 @draws.patch("random", "Random.seed")
 def _seed(original: Any, *args: Any, **kwargs: Any) -> Any:
+    _report_seed([one for one in (*args, *kwargs.values()) if not isinstance(one, random.Random)])
+    return original(*args, **kwargs)
+
+
+def _report_seed(seeds: list[Any]) -> None:
     frame: FrameType | None = caller()
     if frame is not None and frame.f_globals.get("__name__") == "random":  # a new generator seeds itself
         frame = frame.f_back
     if frame is not None and is_own(frame.f_code.co_filename):
-        seeds = [one for one in (*args, *kwargs.values()) if not isinstance(one, random.Random)]
         call("on_seed", repr(seeds) if seeds and seeds != [None] else f"unknown to rank {variable('RANK')}")
-    return original(*args, **kwargs)
+
+
+@draws.on_import("numpy.random")
+def _watch_random_states(module: Any) -> None:
+    """A class of C, whose constructor cannot be replaced: a subclass takes its place, which stands for all of them."""
+    known = module.RandomState
+
+    class Kind(type(known)):  # type: ignore[misc]
+        def __instancecheck__(cls, one: Any) -> bool:
+            return isinstance(one, known)
+
+    class RandomState(known, metaclass=Kind):  # type: ignore[misc, valid-type]
+        def __init__(self, seed: Any = None) -> None:
+            super().__init__(seed)
+            _report_seed([seed])
+
+    module.RandomState = RandomState
+    on_undo(functools.partial(setattr, module, "RandomState", known))
 
 
 @without_dropout_and_autocast.patch("torch.nn.functional", *_DROPOUTS, compiled=True)

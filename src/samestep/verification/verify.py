@@ -44,7 +44,15 @@ from samestep.verification.judging import (
 )
 from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.others import Others
-from samestep.verification.judging.own_pace import begins_apart, each_has_all, follows, judge_tail, parted, sudden
+from samestep.verification.judging.own_pace import (
+    begins_apart,
+    each_has_all,
+    ends_with_as_many,
+    follows,
+    judge_tail,
+    parted,
+    sudden,
+)
 from samestep.verification.judging.passes import are_loaded
 from samestep.verification.judging.record import BY_THEMSELVES, Record, Run
 from samestep.verification.judging.reference import Comparison, is_nearer
@@ -222,7 +230,7 @@ def _verified(runner: Runner, steps: int) -> Report:
 
     @functools.cache
     def run_at_own_pace() -> Run:
-        return runner.recorded("one process at its own pace", 1, steps=record.size * record.steps)
+        return runner.recorded("one process at its own pace", 1, steps=record.size * record.steps + 1)
 
     def own_pace() -> Record:
         return run_at_own_pace().record
@@ -381,6 +389,9 @@ def _judge_own_pace(runner: Runner, record: Record, run: Run, report: Report) ->
     accusing = [
         one for one in report.errors if one.code in _OF_STEPS or (one.property == "data" and one.code in of_samples)
     ]
+    for found in [one for one in accusing if one.code == "steps-differ"] if ends_with_as_many(record, alone) else ():
+        report.withdraw(found, AGREES, "one process at its own pace ends with as many samples as all ranks")
+        accusing.remove(found)
     compares_evaluation = any(rank.of("evaluated", "ran") for rank in record.ranks)
     if not (open_ones or accusing or compares_evaluation) or not follows(record, alone):
         return
@@ -563,6 +574,7 @@ def _further_runs(runner: Runner, record: Record, whole: Run, own_pace: Callable
     others = Others(
         permuted=functools.cache(lambda: alone("another order", permuted=True)),
         of_ranks=of_ranks,
+        unclipped=lambda: of_ranks(unclipped=True),
         apart=lambda steps: alone("micro-batches apart", apart=[[one["window"], one["optimizer"]] for one in steps]),
         own_lengths=lambda: alone("with lengths of its own", own_lengths=True),
         own_pace=own_pace,

@@ -153,7 +153,7 @@ def _of_one_tensor(
 def judge_by_rank(record: Record, runs: Sequence[Run], steps: list[Event], report: Report, because: str) -> None:
     """Compares the gradients of these steps with those of one process that has the samples of one rank in each run.
 
-    `because` says why one process is not given the samples of all.
+    These are their gradients before clipping; `because` says why one process is not given the samples of all.
     """
 
     def leave_open(why: str) -> None:
@@ -172,13 +172,16 @@ def judge_by_rank(record: Record, runs: Sequence[Run], steps: list[Event], repor
         if not found.left <= numerics.limit(0.0, used):
             leave_open("the ranks' gradients are no weighted mean of what one process makes of each rank's samples")
             return
-        total = sum(found.factors)
-        are_weights = abs(total - 1) <= _NEAR
-        if right is None and (not are_weights or _are_near(found.factors, [1 / len(runs)] * len(runs))):
+        clipped = clipping(record, step)
+        total = sum(found.factors) / (clipped or 1.0)
+        is_unknown = clipped is None and 0 < total < 1  # by what it was clipped
+        shares = [one / (sum(found.factors) if is_unknown else clipped or 1.0) for one in found.factors]
+        are_weights = is_unknown or abs(total - 1) <= _NEAR
+        if right is None and (not are_weights or _are_near(shares, [1 / len(runs)] * len(runs))):
             leave_open("it is not known over how many values each rank's loss is a mean")
             return
-        if right is not None and not _are_near(found.factors, right):
-            weighs = mean_of_means(record, step, right, found.factors)
+        if right is not None and not _are_near(shares, right):
+            weighs = mean_of_means(record, step, right, shares)
             report.add([weighs if are_weights else scaled(record, step, total)])
             return
         errors.append(found.left)

@@ -13,7 +13,7 @@ anything else              the worst tensor, or a buffer that differs between ra
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -42,13 +42,14 @@ _NOTHING = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Explanations:
     """Explains the differences between a recorded run and the script alone."""
 
     record: Record
     whole: Run
     others: Others
+    has_no_cause: bool = field(default=False, init=False)  # the last one that was explained
 
     def of(self, event: Event, apart: numerics.Distance, limit: float, *, settled: bool) -> Finding:
         """Returns what the difference at a step is; `settled` says that an earlier step was found to agree."""
@@ -261,6 +262,7 @@ class Explanations:
         elif (buffer := self._begins_apart()) is not None:
             why = f"; the buffer {buffer} differs between the ranks before the first step"
             fix = "broadcast the buffers from rank 0 before the first step, as well as the parameters"
+        self.has_no_cause = not why
         return self._finding(
             event,
             f"at step {event['event']} the gradients are not those of one process, most of all that of {apart.tensor}: "

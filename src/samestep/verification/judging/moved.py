@@ -16,9 +16,10 @@ from torch import Tensor
 
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
-from samestep.verification.judging import rates
+from samestep.verification.journal import Event
+from samestep.verification.judging import rates, states
 from samestep.verification.judging.explanations import CARRIED
-from samestep.verification.judging.record import Record, Run
+from samestep.verification.judging.record import Record, Run, place_of_draw
 from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.recording.optimizers import TRAINED
 from samestep.verification.report import Report
@@ -28,6 +29,8 @@ _OTHER_SHARE = 0.05  # of what a step adds in one process
 _ROUNDINGS = 10.0  # of a parameter: what a step adds to it may be smaller
 _BY_OWN_CODE = "the script's own code steps {}, beside an optimizer, by a multiple of what it does in one process"
 _FEWEST = 8  # numbers, or what is added may be a multiple by chance
+_SEVERAL = 2  # integers; one alone may count calls, or places in a queue
+_OF_COUNTS = 0.05  # of the norm of integers
 
 
 def judge(record: Record, whole: Run, own_pace: Callable[[], Record], report: Report) -> None:
@@ -38,6 +41,7 @@ def judge(record: Record, whole: Run, own_pace: Callable[[], Record], report: Re
     if report.coverage.get("gradients") in {AGREES, DECLARED} and whole.record.ranks:
         report.add(_moved(record, whole, own_pace) if whole.apart is None else ())
         report.add(_followed(record, whole, own_pace, report))
+        report.add(_written(record, whole, own_pace) if whole.apart is None else ())
     carried = [one.step for one in report.errors if CARRIED in one.cause and one.step is not None]
     if carried and whole.apart is None:
         report.add(_moved(record, whole, own_pace, until=record.ranks[0].steps[carried[0]]["window"]))
@@ -59,13 +63,13 @@ def _moved(record: Record, whole: Run, own_pace: Callable[[], Record], until: fl
         theirs = whole.record.value(0, event["kept"])["buffers"]
         are_apart = not _are_equal(after)
         for name, buffer in after[0].items():
-            if not name.endswith(left_out) and name in theirs and numerics.differ(buffer, theirs[name]):
+            if not name.endswith(left_out) and name in theirs and _differ(buffer, theirs[name]):
                 ends = [one[name] for one in after if name in one]
                 is_known = until < math.inf or broadcasts  # and then what the others keep is lost
                 if not is_known and are_apart and _are_parts(before[0][name], ends, theirs[name]):
                     continue
                 again = _buffers(own_pace(), event["window"])
-                if not again or name not in again[0] or numerics.differ(buffer, again[0][name]):
+                if not again or name not in again[0] or _differ(buffer, again[0][name]):
                     yield _finding(record, event["window"] - 1, name)
                     return
 
@@ -112,6 +116,61 @@ def _followed(record: Record, whole: Run, own_pace: Callable[[], Record], report
             if float((mine - other).norm()) > _OF_A_STEP * float(other.norm()):
                 yield _behind(record, event["window"] - 1, name)
                 return
+
+
+def _written(record: Record, whole: Run, own_pace: Callable[[], Record]) -> Iterator[Finding]:
+    """The first parameter into which the script writes behind a step, with other values than one process does.
+
+    Codes that nobody uses are made anew, say, or weights are clamped. Not where anything is drawn there, nor where
+    parameters are averaged behind a step.
+    """
+    kept = [event for event in whole.rank.of("moved") if event["kept"] is not None]
+    values = [(event["window"], whole.record.value(0, event["kept"]).get("written")) for event in kept]
+    found = [(window, written) for window, written in values if written]
+    if not found or record.is_averaged_within or states.local_steps(record) or states.averaged_behind(record):
+        return
+    for window, written in found:
+        state = record.state(window)
+        steps = [step for step in record.ranks[0].in_steps(window - 1) if record.updated(step) is not None]
+        drawn = {place_of_draw(one)[0] for one in record.ranks[0].of("draw") if not one["within"]}
+        if state is None or drawn & {window - 1, window}:
+            continue
+        for step in steps:
+            ours, left = state["parameters"].get(step["optimizer"], {}), record.update(step)["parameters"]
+            for name, theirs in written.get(step["optimizer"], {}).items():
+                if name in ours and name in left and _is_written_otherwise(left[name], ours[name], theirs):
+                    again = own_pace().state(window) if own_pace().ranks else None
+                    own = None if again is None else again["parameters"].get(step["optimizer"], {}).get(name)
+                    if own is None or _is_written_otherwise(left[name], ours[name], own):
+                        yield _rewritten(step, name)
+                        return
+
+
+def _is_written_otherwise(left: Tensor, mine: Tensor, theirs: Tensor) -> bool:
+    if not mine.shape == theirs.shape == left.shape:
+        return False
+    ours, right = _added(left, mine), _added(left, theirs)
+    return float((ours - right).norm()) > _OF_A_STEP * max(float(ours.norm()), float(right.norm()))
+
+
+def _rewritten(step: Event, name: str) -> Finding:
+    return Finding(
+        code="parameters-diverged",
+        step=step["event"],
+        tensor=name,
+        where=step["where"],
+        cause=f"behind step {step['event']} the script writes other values into {name} than in one process, from the "
+        "same parameters and samples: what it writes is made of one rank's samples, say",
+        fix="compute what is written into parameters over all ranks: all_reduce counts, gather candidates",
+    )
+
+
+def _differ(mine: Tensor, theirs: Tensor) -> bool:
+    """Whether two values of a buffer differ; of integers a few may, which rounding has put on another side."""
+    if mine.is_floating_point() or mine.is_complex() or mine.shape != theirs.shape or mine.numel() < _SEVERAL:
+        return numerics.differ(mine, theirs)
+    ours, right = mine.double(), theirs.double()
+    return bool((ours - right).norm() > _OF_COUNTS * right.norm().clamp_min(1.0))
 
 
 def _added(start: Tensor, end: Tensor) -> Tensor:

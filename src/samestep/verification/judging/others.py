@@ -16,6 +16,7 @@ class Others:
     Attributes:
         permuted: with the samples of each batch in another order.
         of_ranks: with what each rank used, for itself.
+        unclipped: with what each rank used, for itself, and its gradients before clipping.
         in_turn: with samples of its own, a step for each of the ranks', from what a step of the ranks begins with; with
             its gradients before clipping.
         own_draws: with what it draws by itself.
@@ -33,6 +34,7 @@ class Others:
 
     permuted: Callable[[], Run]
     of_ranks: Callable[[], list[Run]]
+    unclipped: Callable[[], list[Run]] = list
     merged: Callable[[list[Event]], Run] | None = None
     apart: Callable[[list[Event]], Run] | None = None
     at_step: Callable[[Event], list[Run]] | None = None

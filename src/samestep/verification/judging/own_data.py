@@ -134,6 +134,17 @@ def draw_otherwise(record: Record, alone: Record, window: int, *, within: bool =
     return is_seeded_otherwise or any(_drawn(rank, window, within=within) != drawn for rank in ranks)
 
 
+SEEDED_APART = (
+    "each rank seeds a generator of its own, from whose methods it may draw, and one process has the numbers of rank 0"
+)
+
+
+def are_seeded_apart(record: Record) -> bool:
+    """Returns whether ranks make, or seed, generators of their own otherwise; what these draw is not reported."""
+    first, *others = ({event["seed"] for event in rank.of("seeded")} for rank in record.data.ranks)
+    return any(seeds != first for seeds in others)
+
+
 def draw_together(record: Record, alone: Record, window: int) -> bool:
     """Returns whether all ranks together have drawn what one process has, up to a window: each sample has its seed."""
     every = [_drawn(rank, window, within=True) for rank in (alone.ranks[0], *record.data.ranks)]

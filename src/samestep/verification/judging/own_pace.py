@@ -150,6 +150,13 @@ def sudden(record: Record, alone: Record) -> Event | None:
     return None
 
 
+def ends_with_as_many(record: Record, alone: Record) -> bool:
+    """Returns whether one process comes to its end with the samples of all ranks, in smaller steps and so in more."""
+    mine, theirs = (rates.samples_of_steps(ranks) for ranks in (record.data.ranks, alone.ranks[:1]))
+    are_over = all(rank.is_complete for rank in (*record.ranks, *alone.ranks)) and not record.is_cut_short
+    return are_over and 0 < sum(mine.values()) == sum(theirs.values()) and len(theirs) > len(mine)
+
+
 def judge_tail(record: Record, alone: Record, report: Report) -> None:
     """Adds whether steps that some ranks take under Join, without the others' samples, are those of one process.
 

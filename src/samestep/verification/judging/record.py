@@ -60,6 +60,21 @@ class Rank:
     def in_window(self, window: int, *kinds: str) -> list[Event]:
         return [event for event in self.by_window.get(window, []) if event["kind"] in kinds]
 
+    def written_before(self, window: int) -> dict[int, set[str]]:
+        """Returns names, by optimizer, of the parameters that a window begins with, and no step has made so."""
+        found = {}
+        for step in self.in_steps(window):
+            left = [one["after"] or {} for one in self.in_steps(window - 1) if one["optimizer"] == step["optimizer"]]
+            before = left[-1] if left else {}
+            names = {name for name, one in step["parameters"].items() if before.get(name, one) != one}
+            if names:
+                found[step["optimizer"]] = names
+        return found
+
+    def in_steps(self, window: int) -> list[Event]:
+        """Returns the steps that were taken in a window."""
+        return [step for step in self.steps if step["window"] == window]
+
     def backward_of(self, step: Event, place: int = 0) -> str:
         """Returns the line of a backward pass of a step, by default the first; that of the step if there is none."""
         backwards = self.in_window(step["window"], "backward")

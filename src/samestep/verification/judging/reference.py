@@ -12,7 +12,7 @@ from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, REFUTED, unchecked
 from samestep.verification.journal import Event
-from samestep.verification.judging import average, by_hand, own_pace, unloaded, windows
+from samestep.verification.judging import average, by_hand, own_data, own_pace, unloaded, windows
 from samestep.verification.judging import local_steps as local
 from samestep.verification.judging.explanations import Explanations
 from samestep.verification.judging.in_step import InStep, chance_of
@@ -123,7 +123,7 @@ class Comparison:
         """Compares steps for which the ranks' gradients are known."""
         if self.whole.apart is not None:
             why = f"the ranks' batches cannot be joined to one: {self.whole.apart}"
-            average.judge_by_rank(self.record, self.others.of_ranks(), common, report, why)
+            average.judge_by_rank(self.record, self.others.unclipped(), common, report, why)
             return
         if self._share_no_samples(common):
             report.cover("gradients", unchecked(_SHARED))
@@ -227,7 +227,7 @@ class Comparison:
         worst = max(one.worst for one in apart.values())
         chance = None if are_multiples else chance_of(self.whole)
         if chance is not None and worst > self._limit(common[0]):
-            average.judge_by_rank(self.record, self.others.of_ranks(), common, report, chance)
+            average.judge_by_rank(self.record, self.others.unclipped(), common, report, chance)
             return
         broken = next((event for event in common if math.isinf(apart[event["event"]].worst)), None)
         if broken is not None:
@@ -250,6 +250,9 @@ class Comparison:
                 found = replace(apart[event["event"]], tensor=tensor, worst=errors.wrong[tensor])
                 explanations = Explanations(self.record, self.whole, self.others)
                 explained = explanations.of(event, found, errors.limits[tensor], settled=event is not common[0])
+                if explanations.has_no_cause and own_data.are_seeded_apart(self.record):
+                    report.cover("gradients", unchecked(own_data.SEEDED_APART))
+                    return
                 report.add([explained])
                 if explained.severity == "note":
                     report.cover("gradients", DECLARED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,6 +28,7 @@ from samestep.verification.recording.naming import (
 
 UNNAMED = "parameter "  # of an optimizer, which no model has
 TRAINED = "trained model "  # one of which an optimizer holds a part
+_OF_PROCESS = re.compile(r"(?:^|_)(?:rank|world|replicas|num_processes)(?:_|$)")
 
 
 class Optimizers:
@@ -266,11 +268,15 @@ def rates_of(optimizer: Any) -> list[float]:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the numbers of a parameter group but for its learning rate: weight decay, momentum, betas."""
+    """Returns the numbers of a parameter group but for its learning rate: weight decay, momentum, betas.
+
+    Those that tell which process of how many this is are none, as a group has them that deals its parameters out.
+    """
     return {
         name: value
         for name, value in group.items()
         if name != "lr"
+        and not _OF_PROCESS.search(name)
         and (
             isinstance(value, int | float)
             or (isinstance(value, tuple) and all(isinstance(one, int | float) for one in value))

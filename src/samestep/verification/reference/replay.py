@@ -349,11 +349,25 @@ class Replay(ScriptObserver):
             if self._turns == 1 and (evaluating or not torch.is_grad_enabled()):
                 self._note_swapped()
             if self._put == self.window - 1 and self._turns == 1:  # what that step has made, before it is put back
-                moved = {"buffers": self.optimizers.buffers(), "before": self._teachers, "teachers": self._moving()}
+                moved: dict[str, Any] = {
+                    "buffers": self.optimizers.buffers(),
+                    "before": self._teachers,
+                    "teachers": self._moving(),
+                }
+                moved["written"] = self._written()
                 kept = self.journal.keep(moved)
                 self.journal.write("moved", window=self.window, kept=kept)
             self._put_back(state)
             self._put_teachers()
+
+    def _written(self) -> dict[int, dict[str, Any]]:
+        """The parameters that the ranks' script has written behind their last step, by optimizer, as they are here."""
+        written = {} if self.record.is_cut else self.record.ranks[0].written_before(self.window)
+        held = {one.samestep_number: self.optimizers.parameters(one) for one in self.optimizers.all}
+        return {
+            number: {name: one.detach() for name, one in held.get(number, {}).items() if name in names}
+            for number, names in written.items()
+        }
 
     def _note_swapped(self) -> None:
         """Keeps the parameters with which the script evaluates, where it has put others there than its steps make."""
