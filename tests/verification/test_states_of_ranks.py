@@ -390,7 +390,7 @@ def test_what_is_no_replica_by_the_script_s_own_hand(
 
 def test_stages_of_both_directions_are_no_replicas_though_each_rank_has_every_name() -> None:
     def process(down: list[str], up: list[str]) -> list[Event]:
-        _, start, first = held_by(*down, *up)
+        _, start, first = held_by(*down)
         shapes = [[[2, 2] for _ in part] for part in (down, up)]
         names = [
             {"kind": "names", "optimizer": number, "names": part, "shapes": shapes[number]}
@@ -402,6 +402,11 @@ def test_stages_of_both_directions_are_no_replicas_though_each_rank_has_every_na
     alone = record(process(["0.w", "1.w"], ["0.w", "1.w"]))
     whole = Run(Ended(code=0, hung=False, failure=None, folder=Path("/nowhere")), alone)
     assert (states.by_hand(ranks, whole) or "").startswith("each rank holds a part")
+    owners = [held_by("0.w"), held_by("1.w")]  # each of which has the other parameter, too
+    for rank in owners:
+        rank[-1]["parameters"] = {"0.w": "p", "1.w": "p"}
+    whole = Run(Ended(code=0, hung=False, failure=None, folder=Path("/nowhere")), record(held_by("0.w", "1.w")))
+    assert states.by_hand(record(*owners), whole) is None
 
 
 def test_what_ddp_is_told_to_ignore_may_differ() -> None:

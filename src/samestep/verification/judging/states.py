@@ -5,6 +5,7 @@ What differs later only follows from what differed first, so the first differenc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -152,23 +153,18 @@ def _shapes(rank: Rank) -> dict[str, str]:
 
 
 def _are_crossed(record: Record, whole: Run) -> bool:
-    """Whether an optimizer has other parameters on each rank, a part of those that it has in one process.
+    """Whether one process has two models of one kind, of which each rank has parts, together one.
 
-    All optimizers of a rank together may have every name, where stages run in both directions.
+    Stages that run in both directions, say: all optimizers of a rank together have every name.
     """
-    ranks, alone = [_names(rank) for rank in record.ranks], _names(whole.rank)
-    for number, names in alone.items():
-        held = [rank.get(number, set()) for rank in ranks]
-        if all(own and own < names for own in held) and any(own != held[0] for own in held):
-            return True
-    return False
+    several = {name for name, times in _times_held(whole.rank).items() if times > 1}
+    return bool(several) and all(_times_held(rank)[name] == 1 for rank in record.ranks for name in several)
 
 
-def _names(rank: Rank) -> dict[int, set[str]]:
-    names: dict[int, set[str]] = {}
-    for event in rank.of("names"):
-        names.setdefault(event["optimizer"], set()).update(event["names"])
-    return names
+def _times_held(rank: Rank) -> Counter[str]:
+    """Name -> how many optimizers hold a parameter of it."""
+    held = {(event["optimizer"], name) for event in rank.of("names") for name in event["names"]}
+    return Counter(name for _, name in held)
 
 
 def _own(record: Record) -> list[str]:
