@@ -431,6 +431,21 @@ def test_what_a_script_writes_into_parameters_behind_a_step_is_compared(
     assert ranks.ranks[0].written_before(1) == {0: {"w"}}
 
 
+@pytest.mark.parametrize(("samples", "factor", "severity"), [(16, 0.5, "note"), (8, 0.5, "error"), (16, 2.0, "error")])
+def test_a_sum_over_the_number_of_a_rank_s_own_samples_is_their_mean(
+    samples: int, factor: float, severity: str
+) -> None:
+    term = {"factor": 1 / 16, "mean": False, "count": None, "shape": [16]}
+    backward: Event = {"kind": "backward", "window": 0, "where": "train.py:25", "terms": [term]}
+    batch: Event = {"kind": "batch", "window": 0, "size": samples, "training": True}
+    rank = [batch, backward, step(0, "g")]
+    ended = Ended(code=0, hung=False, failure=None, folder=Path("/nowhere"))
+    ranks, whole = record(rank, rank), Run(ended, record(rank))
+    found = explanations.Explanations(ranks, whole, Others(lambda: whole, list))._scaled(rank[-1], factor, [])
+    assert (found.code, found.severity) == ("gradient-scale", severity)
+    assert ("by a constant, their number" in found.cause) == (severity == "note")
+
+
 @pytest.mark.parametrize("broadcasts", [True, False])
 @pytest.mark.parametrize("local_norms", [0, 1])
 def test_running_statistics_of_a_normalisation_of_its_own_are_compared_where_rank_0_s_are_handed_out(

@@ -18,6 +18,7 @@ from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import DECLARED, Finding, unchecked
 from samestep.verification.journal import Event
+from samestep.verification.judging.rates import samples_of_steps
 from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.report import Report
 
@@ -295,6 +296,22 @@ def are_alike(record: Record, step: Event) -> bool:
     """Returns whether the losses of all backward passes of a step, on all ranks, are means of as many values."""
     found = weights(record, step)
     return found is not None and len(set(found.shares)) == 1
+
+
+def are_divided_by_own_samples(record: Record, step: Event) -> bool:
+    """Returns whether each loss of a step is a sum over a constant, the number of the samples of its rank in that step.
+
+    As with `loss_sum / batch_size`, the batch size of a process: with the samples of all ranks, one process is divided
+    by too few.
+    """
+    for rank, passes in zip(record.data.ranks, _passes(record, step), strict=True):
+        samples = samples_of_steps([rank]).get(step["window"], 0)
+        terms = [term for each in passes for term in each]
+        if not samples or not terms or not all(passes):
+            return False
+        if any(term["mean"] or abs(term["factor"] * samples - 1) > _NEAR for term in terms):
+            return False
+    return True
 
 
 def uneven_counts(record: Record, step: Event) -> list[float] | None:

@@ -22,7 +22,7 @@ from samestep.text import listed
 from samestep.verification import numerics
 from samestep.verification.findings import Finding, Severity
 from samestep.verification.journal import Event
-from samestep.verification.judging.average import uneven_counts
+from samestep.verification.judging.average import are_divided_by_own_samples, uneven_counts
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Record, Run
 from samestep.verification.recording.evaluations import STATISTICS
@@ -215,6 +215,12 @@ class Explanations:
             cause=f"at step {event['event']} {which} is {factor:.4f} times that of one process: {cause}",
             fix=fix,
         )
+        if not right and abs(factor * self.record.size - 1) <= _SAME and are_divided_by_own_samples(self.record, event):
+            cause = (
+                f"at step {event['event']} each rank divides the sum over its samples by a constant, their number, so "
+                "its loss is their mean; one process that is given the samples of all ranks divides by too few"
+            )
+            return replace(found, severity="note", cause=cause, fix=None)
         if right or not self._is_made_up_for(event, factor):
             return found
         made_up = (
