@@ -31,6 +31,16 @@ def test_a_sudden_difference_of_norms_is_looked_into(theirs: list[float], found:
     assert (None if told is None else told["event"]) == found
 
 
+def test_no_gradient_is_one_of_zeros() -> None:
+    """Which a hand-written average makes for a layer that is not used yet."""
+    ours = [step(n, "g", norms={"w": 1.0, "v": float(n > 1)}) for n in range(4)]
+    norms = [{"w": 1.0}, {"w": 1.0}, {"w": 1.0, "v": 3.0}, {"w": 1.0, "v": 3.0}]
+    alone = [{"kind": "rates", "event": n, "norms": one} for n, one in enumerate(norms)]
+    found = later.sudden(record(ours), record(alone))
+    assert found is not None
+    assert found["event"] == 2
+
+
 def test_gradients_of_other_names_are_not_compared() -> None:
     ours = [step(n, "g", norms={"w": 1.0}) for n in range(3)]
     alone = [{"kind": "rates", "event": n, "norms": {"v": 2.0}} for n in range(3)]

@@ -24,10 +24,10 @@ def sudden(record: Record, alone: Record) -> Event | None:
     usual = _LEAST
     for step in record.ranks[0].steps[: record.steps]:
         ours, theirs = record.norms(step), told.get(step["event"])
-        if not ours or not theirs or ours.keys() != theirs.keys():
-            continue
+        if not ours or not theirs or any((ours | theirs)[name] for name in ours.keys() ^ theirs.keys()):
+            continue  # an average may make zeros of no gradient, and nothing else
         total = math.hypot(*theirs.values())
-        apart = max(abs(ours[name] - theirs[name]) for name in ours) / total if total else 0.0
+        apart = max(abs(ours[name] - theirs[name]) for name in ours.keys() & theirs.keys()) / total if total else 0.0
         if not math.isfinite(apart):
             return None
         if step["kept"] is None and apart > max(_FAR, _SUDDEN * usual):
