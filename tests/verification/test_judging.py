@@ -262,6 +262,22 @@ def test_an_order_that_no_sampler_is_asked_to_shuffle_may_repeat(*, draws: bool,
 
 
 @pytest.mark.parametrize(
+    ("sampler", "again", "severity"),
+    [("ByLength", ORDER, "note"), ("ByLength", ORDER[::-1], "error"), ("DistributedSampler", ORDER, "error")],
+)
+def test_an_order_that_one_process_repeats_too_is_meant(sampler: str, again: list[int], severity: str) -> None:
+    """A sampler may have `set_epoch` and sort by length; one of torch's is asked to shuffle."""
+    ranks = in_epochs([ORDER, ORDER], sampler=sampler)
+    alone = record(
+        [one for i, order in enumerate((ORDER, again)) for one in passed(order, number=i, window=i, samples=14)]
+    )
+    report = Report(ranks=2)
+    samples.judge(ranks, report, lambda: alone)
+    found = [one.severity for one in report.findings if one.code == "same-order-every-epoch"]
+    assert found == [severity]
+
+
+@pytest.mark.parametrize(
     ("used", "is_found"),
     [((["x0"], ["x1"]), False), ((["x0", "x1"], ["x0", "x1"]), True), ((["y0", "y1"], ["z0", "z1"]), True)],
     ids=["cut", "whole", "whole, with noise of their own"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise, takewhile
 from operator import eq
 from typing import Any
@@ -54,7 +55,9 @@ def judge(record: Record, report: Report, own_pace: OwnPace | None = None) -> No
         found = [*_lengths(group), *_same_data(group, record), *_once(group, record, own_pace)]
         known = {(one.code, one.severity, one.where) for one in report.findings}  # in the first epoch and in the next
         report.add([one for one in found if (one.code, one.severity, one.where) not in known])
-    report.add(_orders(training, draws=any(map(_draws_orders, record.ranks))))
+    draws = any(map(_draws_orders, record.ranks))
+    orders = _orders(training, draws=draws)
+    report.add(one if draws or not _repeats_its_order(one, own_pace) else _meant(one) for one in orders)
     report.add(_dropped(record, training))
     report.add(resumed.judge(record, own_pace))
     whole = [group for group in training if _is_whole(group, record)]
@@ -521,6 +524,19 @@ def _was_drawn(earlier: Pass, later: Pass, draws: bool) -> bool:
             return all(map(eq, earlier.rows, later.rows))
     is_asked_for = draws or earlier.about.get("shuffles", True)
     return is_asked_for and earlier.indices is not None and earlier.indices != sorted(earlier.indices)
+
+
+def _repeats_its_order(found: Finding, own_pace: OwnPace | None) -> bool:
+    """Whether a sampler that is not torch's, at whose line nothing was drawn, repeats its order in one process, too."""
+    if own_pace is None or "DistributedSampler" in found.cause or "its workers live on" in found.cause:
+        return False
+    made = [one for rank in own_pace().ranks[:1] for one in passes(rank) if one.is_training and one.line == found.where]
+    return any(_begin_alike(one, other, draws=False) for one, other in pairwise(made))
+
+
+def _meant(found: Finding) -> Finding:
+    begins = found.cause.partition(", and the order")[0]
+    return replace(found, severity="note", cause=f"{begins}, as it does in one process", fix=None)
 
 
 def _same_order(one: Pass, common: int) -> Finding:
