@@ -361,13 +361,18 @@ class Replay(ScriptObserver):
             self._put_teachers()
 
     def _written(self) -> dict[int, dict[str, Any]]:
-        """The parameters that the ranks' script has written behind their last step, by optimizer, as they are here."""
-        written = {} if self.record.is_cut else self.record.ranks[0].written_before(self.window)
-        held = {one.samestep_number: self.optimizers.parameters(one) for one in self.optimizers.all}
-        return {
-            number: {name: one.detach() for name, one in held.get(number, {}).items() if name in names}
-            for number, names in written.items()
-        }
+        """The parameters that the script has written behind the last step, here or on a rank, by optimizer."""
+        written: dict[int, set[str]] = {}
+        for rank in self.record.ranks:
+            for number, names in rank.written_before(self.window).items():
+                written.setdefault(number, set()).update(names)
+        found: dict[int, dict[str, Any]] = {}
+        for optimizer in self.optimizers.all:
+            held, number = self.optimizers.parameters(optimizer), optimizer.samestep_number
+            own = {name for name, one in digests(held).items() if self._made.get(name, one) != one}
+            names = own | written.get(number, set())
+            found[number] = {name: one.detach() for name, one in self._locals(held).items() if name in names}
+        return found
 
     def _note_swapped(self) -> None:
         """Keeps the parameters with which the script evaluates, where it has put others there than its steps make."""
