@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from journals import Event, call, chance_findings, ended, findings, passed, record, step, stepped
 
-from samestep.verification.judging import communication, control, samples, states
+from samestep.verification.judging import communication, control, own_data, samples, states
 from samestep.verification.judging.record import Record
 from samestep.verification.report import Report
 
@@ -215,6 +215,42 @@ def test_what_one_process_leaves_out_as_well_is_no_mistake(alone: list[int], sev
     assert [(one.code, one.severity) for one in report.findings] == [("samples-missing", severity)]
 
 
+def test_what_one_process_leaves_out_in_a_later_pass_is_no_mistake_either() -> None:
+    """All samples first, and then the best of them."""
+    about: dict[str, Any] = {"samples": 6, "batch_size": None, "sampler": "Best"}
+    ranks, report = record(passed([0, 2], **about), passed([1, 3], **about)), Report(ranks=2)
+    passes_alone = [*passed([0, 1, 2, 3, 4, 5], **about), *passed([0, 1, 2, 3], number=1, window=1, **about)]
+    samples.judge(ranks, report, lambda: record(passes_alone))
+    assert [(one.code, one.severity) for one in report.findings] == [("samples-missing", "note")]
+
+
+@pytest.mark.parametrize(("alone", "codes"), [(1, []), (2, ["samples-missing"])])
+def test_a_last_batch_that_one_process_skips_too_is_none_that_ranks_lose(alone: int, codes: list[str]) -> None:
+    """A smaller one, say, for which a state has another shape."""
+
+    def process(first: list[int], last: list[int], steps: int) -> list[Event]:
+        events = passed([*first, *last], samples=6)
+        place = next(i for i, event in enumerate(events) if event["kind"] == "batch")
+        batches = [
+            {
+                **events[place],
+                "index": n,
+                "window": n,
+                "indices": part,
+                "size": len(part),
+                "rows": [str(i) for i in part],
+            }
+            for n, part in enumerate((first, last))
+        ]
+        taken = [[batch, *([step(n, "g"), stepped(n)] if n < steps else [])] for n, batch in enumerate(batches)]
+        return [*events[:place], *(event for one in taken for event in one), *events[place + 1 :]]
+
+    ranks = record(process([0, 2], [4], 1), process([1, 3], [5], 1))
+    report = Report(ranks=2)
+    samples.judge(ranks, report, lambda: record(process([0, 1, 2, 3], [4, 5], alone)))
+    assert [one.code for one in report.errors] == codes
+
+
 ORDER = [6, 0, 4, 2, 10, 8, 12]
 
 
@@ -289,6 +325,14 @@ def test_ranks_that_load_one_batch_and_cut_it_use_no_sample_twice(
     ranks = [[*passed([1, 0], **about), {"kind": "used", "window": 0, "rows": rows}] for rows in used]
     found = codes(samples, record(*ranks))
     assert found == ([("samples-repeated", "error")] if is_found else [])
+
+
+@pytest.mark.parametrize(("lines", "are_drawn"), [(1, False), (3, True)])
+def test_orders_that_are_drawn_for_each_sample_make_rows(lines: int, *, are_drawn: bool) -> None:
+    """Some points of each sample, say."""
+    order: Event = {"kind": "order", "where": "data.py:9", "digest": "o", "name": "torch.randperm"}
+    rank = record([*[order] * lines, *passed([0, 1], samples=2)]).ranks[0]
+    assert own_data._draws_for_samples(rank) is are_drawn
 
 
 @pytest.mark.parametrize(("workers", "is_found"), [(0, False), (1, True)])

@@ -119,7 +119,14 @@ def _vary(record: Record, alone: Record, group: Sequence[Pass]) -> bool:
         for event in rank.of("order")
     )
     window = group[0].batches[0]["window"] if group[0].batches else 0
+    are_drawn = are_drawn or any(map(_draws_for_samples, record.data.ranks))
     return while_loading or are_drawn or draw_otherwise(record, alone, window)
+
+
+def _draws_for_samples(rank: Rank) -> bool:
+    """Whether a line draws orders while samples are loaded more often than passes begin: parts of samples, say."""
+    drawn = Counter(event["where"] for event in rank.of("order"))
+    return max(drawn.values(), default=0) > max(len(rank.of("pass")), 1)
 
 
 def draw_otherwise(record: Record, alone: Record, window: int, *, within: bool = False) -> bool:

@@ -58,7 +58,7 @@ def judge(record: Record, report: Report, own_pace: OwnPace | None = None) -> No
     draws = any(map(_draws_orders, record.ranks))
     orders = _orders(training, draws=draws)
     report.add(one if draws or not _repeats_its_order(one, own_pace) else _meant(one) for one in orders)
-    report.add(_dropped(record, training))
+    report.add(one for one in _dropped(record, training) if not _drops_alone(one, own_pace))
     report.add(resumed.judge(record, own_pace))
     whole = [group for group in training if _is_whole(group, record)]
     notes = [finding for finding in report.findings if finding.property == "data"]
@@ -295,10 +295,8 @@ def _training_alone(group: Sequence[Pass], alone: Record) -> list[Pass]:
 
 def _misses_alone(group: Sequence[Pass], alone: Record, missing: int) -> bool:
     """Whether one process, too, leaves samples out of a pass over this loader: at least half as many."""
-    for one in _training_alone(group, alone):
-        if one.is_known and one.indices and one.size:
-            return 2 * (one.size - len(set(one.indices))) >= missing
-    return False
+    known = [one for one in _training_alone(group, alone) if one.is_known and one.indices and one.size]
+    return any(2 * ((one.size or 0) - len(set(one.indices or ()))) >= missing for one in known)
 
 
 def _follows_a_cut(rank: Rank, one: Pass) -> bool:
@@ -530,8 +528,11 @@ def _repeats_its_order(found: Finding, own_pace: OwnPace | None) -> bool:
     """Whether a sampler that is not torch's, at whose line nothing was drawn, repeats its order in one process, too."""
     if own_pace is None or "DistributedSampler" in found.cause or "its workers live on" in found.cause:
         return False
-    made = [one for rank in own_pace().ranks[:1] for one in passes(rank) if one.is_training and one.line == found.where]
-    return any(_begin_alike(one, other, draws=False) for one, other in pairwise(made))
+    made: dict[str, list[Pass]] = {}
+    for one in [one for rank in own_pace().ranks[:1] for one in passes(rank)]:
+        if one.is_training and one.line == found.where:
+            made.setdefault(one.about["key"], []).append(one)
+    return any(_begin_alike(one, other, draws=False) for theirs in made.values() for one, other in pairwise(theirs))
 
 
 def _meant(found: Finding) -> Finding:
@@ -541,7 +542,7 @@ def _meant(found: Finding) -> Finding:
 
 def _same_order(one: Pass, common: int) -> Finding:
     why = f"{one.sampler}, whose epoch stays {one.about['epoch']}"
-    if one.about["workers"] and one.about.get("dataset_epoch") is not None:
+    if one.about["workers"] and one.about.get("persistent", True) and one.about.get("dataset_epoch") is not None:
         why = "the dataset knows its epoch, and its workers live on with a copy that does not"
     fix = "draw the order anew in every epoch, from seed and epoch"
     if one.sampler == "DistributedSampler":
@@ -576,6 +577,15 @@ def _dropped(record: Record, training: list[list[Pass]]) -> Iterator[Finding]:
         if last not in stepped and len(one.batches) > len(rest) and not skipped:
             yield _unstepped(one, rest)
             return
+
+
+def _drops_alone(found: Finding, own_pace: OwnPace | None) -> bool:
+    """Whether one process, too, loads last batches that no step uses: those that are smaller, say."""
+    alone = None if own_pace is None or found.code != "samples-missing" else own_pace()
+    if alone is None or not alone.ranks:
+        return False
+    training = [[one] for one in passes(alone.ranks[0]) if one.is_training]
+    return any((one.code, one.where) == (found.code, found.where) for one in _dropped(alone, training))
 
 
 def _most_backwards(rank: Rank) -> int | None:

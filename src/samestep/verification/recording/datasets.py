@@ -54,6 +54,7 @@ def described(loader: Any) -> dict[str, Any]:
         "drop_last": any(getattr(one, "drop_last", False) for one in (loader, sampler, *cutting)),
         "batch_size": loader.batch_size,
         "workers": loader.num_workers,
+        "persistent": bool(loader.persistent_workers),
     }
 
 
