@@ -378,7 +378,7 @@ def on_hosts_of_their_own(options):
         highest = torch.tensor([dist.get_rank()])
         dist.all_reduce(highest, dist.ReduceOp.MAX)
         assert (carrier.memory, dist.group.WORLD._info.ranks_per_host) == (None, 2)
-        return carrier._planned is not None, tensor.tolist(), highest.item()
+        return "_plans" in vars(carrier), tensor.tolist(), highest.item()
     finally:
         group_module.gather_host_map = gathered
 

@@ -398,20 +398,20 @@ def test_nobody_waits_for_others_after_the_world(two_ranks):
     assert two_ranks(waiting_too_late) == [True, True]
 
 
-def settled(rank, entries):
-    registrations = [{"pid": 1, "size": len(entries), **entry} for entry in entries]
-    member = membership._member_of(rank, registrations, None, torch.device("cpu"), None)
+def settled(rank, hosts):
+    member = membership.Membership(rank=rank, size=len(hosts))
+    membership._number_hosts(member, hosts, None)
     return member.local_rank, member.local_size, member.host_index
 
 
 def test_machines_of_one_name_are_told_apart():
-    entries = [{"host": "node", "machine": machine} for machine in ("a", "b", "a", "b")]
-    assert [settled(rank, entries) for rank in range(4)] == [(0, 2, 0), (0, 2, 1), (1, 2, 0), (1, 2, 1)]
+    hosts = [["node", machine] for machine in ("a", "b", "a", "b")]
+    assert [settled(rank, hosts) for rank in range(4)] == [(0, 2, 0), (0, 2, 1), (1, 2, 0), (1, 2, 1)]
 
 
 def test_containers_of_one_machine_are_hosts_of_their_own():
-    entries = [{"host": name, "machine": "a"} for name in ("left", "right")]
-    assert [settled(rank, entries) for rank in range(2)] == [(0, 1, 0), (0, 1, 1)]
+    hosts = [[name, "a"] for name in ("left", "right")]
+    assert [settled(rank, hosts) for rank in range(2)] == [(0, 1, 0), (0, 1, 1)]
 
 
 def test_a_host_whose_gpus_are_hidden_is_named_before_anybody_waits_for_its_card():

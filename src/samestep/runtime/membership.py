@@ -9,7 +9,6 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from samestep._version import __version__
 from samestep.launch.monitor.attach import connect_to_watcher, is_watched, start_watcher
 from samestep.machine import machine, namespace
 from samestep.rankenv import RankVariables
-from samestep.runtime.axis import Axis, HostMap, single_rank_axis
+from samestep.runtime.axis import Axis, single_rank_axis
 from samestep.runtime.backends import choose_backend, group_backend
 from samestep.runtime.device import check_no_shared_gpu, choose_device, gpu_uuid, set_current_device
 from samestep.runtime.exchange import all_gather_json
@@ -109,7 +108,10 @@ def join_ranks(
         "device": device.type if device else "cuda" if torch.cuda.device_count() else "cpu",
     }
     registrations = register_rank(store, point, about, join_timeout_s)
-    member = _member_of(point.rank, registrations, launcher_env, device, backend)
+    member = Membership(rank=point.rank, size=len(registrations))
+    _number_hosts(member, [[entry["host"], str(entry.get("machine"))] for entry in registrations], launcher_env)
+    member.device = set_current_device(choose_device(device, member.local_rank, member.local_size))
+    member.backend = choose_backend(backend, member.device)
     _check_cards(store, member)
     dist.init_process_group(
         backend=group_backend(str(member.backend), member.device),
@@ -125,20 +127,6 @@ def join_ranks(
     except BaseException:
         member.release_groups()
         raise
-    return member
-
-
-def _member_of(
-    rank: int,
-    registrations: list[dict[str, Any]],
-    launcher_env: RankVariables | None,
-    device: torch.device | None,
-    backend: str | None,
-) -> Membership:
-    member = Membership(rank=rank, size=len(registrations))
-    _number_hosts(member, [[entry["host"], str(entry.get("machine"))] for entry in registrations], launcher_env)
-    member.device = set_current_device(choose_device(device, member.local_rank, member.local_size))
-    member.backend = choose_backend(backend, member.device)
     return member
 
 
@@ -196,8 +184,11 @@ def _make_axes(member: Membership, pipeline: int, timeout_s: float) -> None:
         axis.timeout_s = timeout_s
         if axis.size > 1:
             host_map = gather_host_map(axis)
-            axis.scalars = _shared_scalars(axis, host_map)
             axis.host_map = host_map if axis is member.data else None
+            # None, on all ranks of the axis, unless all of them share a host and can open its memory
+            memory = shared_memory(axis, host_map, shared_bytes(1)) if host_map.is_one_host else None
+            if memory is not None:
+                axis.scalars = SharedScalars(memory, axis.rank, axis.ranks, host_map.processes, axis.timeout_s)
 
 
 def _axis(name: str, position: int, lines: list[tuple[int, ...]], mine: tuple[int, ...]) -> Axis:
@@ -210,11 +201,3 @@ def _axis(name: str, position: int, lines: list[tuple[int, ...]], mine: tuple[in
         if line == mine:
             group, control = made, host_side
     return Axis(name, position, mine, group, control)
-
-
-def _shared_scalars(axis: Axis, host_map: HostMap) -> SharedScalars | None:
-    """Returns None, on all ranks of the axis, unless all of them share a host and can open its memory."""
-    memory = shared_memory(axis, host_map, shared_bytes(1)) if host_map.is_one_host else None
-    if memory is None:
-        return None
-    return SharedScalars(memory, axis.rank, axis.ranks, host_map.processes, axis.timeout_s)

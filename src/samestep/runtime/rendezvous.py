@@ -62,11 +62,11 @@ def parse_init_method(
     query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
     rank, size = _rank_and_size(init_method, launcher_env, query, rank, size)
     if parts.scheme == "tcp":
-        if not parts.hostname or not _port(parts):
+        if not parts.hostname or not (port := _port(parts)):
             raise UsageError(f"init_method {init_method!r} needs a host and a port, such as tcp://10.0.0.1:29500")
-        return Rendezvous(rank=rank, size=size, method="tcp", host=parts.hostname, port=_port(parts), serves=rank == 0)
+        return Rendezvous(rank=rank, size=size, method="tcp", host=parts.hostname, port=port, serves=rank == 0)
     if parts.scheme == "file":
-        path = (parts.netloc + parts.path) or ""
+        path = parts.netloc + parts.path
         if not path.startswith("/"):
             raise UsageError(f"init_method {init_method!r} needs an absolute path that all ranks see: file:///path")
         return Rendezvous(rank=rank, size=size, method="file", path=path, serves=rank == 0)
@@ -119,17 +119,9 @@ def _number_in(query: dict[str, str], name: str) -> int | None:
 def _from_environment(env: RankVariables | None, rank: int, size: int) -> Rendezvous:
     addr, port = (None, None) if env is None else (env.master_addr, env.master_port)
     if addr is not None and port is not None:
-        served = is_served()
-        attempt = rankenv.variable("TORCHELASTIC_RESTART_COUNT", "0")
-        return Rendezvous(
-            rank=rank,
-            size=size,
-            method="tcp",
-            host=addr,
-            port=port,
-            serves=rank == 0 and not served,
-            prefix=f"/samestep/attempt_{attempt}",
-        )
+        prefix = f"/samestep/attempt_{rankenv.variable('TORCHELASTIC_RESTART_COUNT', '0')}"
+        serves = rank == 0 and not is_served()
+        return Rendezvous(rank=rank, size=size, method="tcp", host=addr, port=port, serves=serves, prefix=prefix)
     source = "env" if env is None else env.source
     if env is not None and source != "env":
         path, here = str(rendezvous_path(env, "ranks")), bool(env.one_host)
@@ -176,10 +168,10 @@ def _connect_via_published_file(point: Rendezvous, join_timeout_s: float) -> Sto
     path = Path(f"{point.path}.{_worlds}")
     if not point.serves:
         return _connect_to(wait_for(path, join_timeout_s), point, join_timeout_s)
-    listener = _listen(one_host=point.one_host)
+    listener, address = _listen(one_host=point.one_host)
     _files.append(path)
-    write(path, _address_of(listener))
-    return _connect_to(_address_of(listener), point, join_timeout_s, listener)
+    write(path, address)
+    return _connect_to(address, point, join_timeout_s, listener)
 
 
 def _connect_via_file_store(file: FileStore, point: Rendezvous, join_timeout_s: float) -> Store:
@@ -192,10 +184,12 @@ def _connect_via_file_store(file: FileStore, point: Rendezvous, join_timeout_s: 
     about = {"host": socket.gethostname(), "pid": os.getpid(), "network": namespace("net") or socket.gethostname()}
     registrations = _register(file, point, about, join_timeout_s)
     if point.serves:
-        listener = _listen(one_host=all(entry["network"] == registrations[0]["network"] for entry in registrations))
+        listener, address = _listen(
+            one_host=all(entry["network"] == registrations[0]["network"] for entry in registrations)
+        )
         _files.append(_file(point))
-        file.set("samestep/store", json.dumps(_address_of(listener)))
-        return _connect_to(_address_of(listener), point, join_timeout_s, listener)
+        file.set("samestep/store", json.dumps(address))
+        return _connect_to(address, point, join_timeout_s, listener)
     try:
         address = json.loads(file.get("samestep/store"))
     except RuntimeError as error:  # torch's, at its timeout
@@ -205,13 +199,10 @@ def _connect_via_file_store(file: FileStore, point: Rendezvous, join_timeout_s: 
     return _connect_to(address, point, join_timeout_s)
 
 
-def _listen(*, one_host: bool) -> socket.socket:
-    return listen(LOOPBACK if one_host else addresses()[0].address)
-
-
-def _address_of(listener: socket.socket) -> dict[str, Any]:
+def _listen(*, one_host: bool) -> tuple[socket.socket, dict[str, Any]]:
+    listener = listen(LOOPBACK if one_host else addresses()[0].address)
     host, port = listener.getsockname()
-    return {"addresses": [host], "port": port}
+    return listener, {"addresses": [host], "port": port}
 
 
 def _connect_to(

@@ -8,7 +8,7 @@ Between the steps every rank draws from the same streams, which go on as if ther
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,16 +16,6 @@ from samestep.errors import StepError, UsageError
 from samestep.runtime import rng
 from samestep.seeding import derive_seed
 from samestep.topology import is_power_of_two
-
-
-class SliceListener(Protocol):
-    """Has a state for each slice: a replica's gradients and buffers."""
-
-    def begin_slice(self, place: int) -> None:
-        """The slice at this place among those of this rank begins."""
-
-    def end_slice(self, place: int) -> None:
-        """It is over."""
 
 
 class VirtualRanks:
@@ -59,7 +49,8 @@ class VirtualRanks:
         self._inside: dict[int, tuple[int, ...]] = {}  # by loader: the slice that it yields, and where in its data
         self._outside: rng.RngState | None = None
 
-    def add_listener(self, listener: SliceListener) -> None:
+    def add_listener(self, listener: Any) -> None:
+        """Calls `begin_slice` and `end_slice` with the place among the slices of this rank, as long as it lives."""
         self._listeners.append(weakref.ref(listener))
 
     def enter(self, loader: int, place: int, *position: int) -> None:

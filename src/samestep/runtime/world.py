@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -230,17 +229,11 @@ class World(Membership):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._error = error
         self.close()
 
     def __repr__(self) -> str:
-        # World(rank 1 of 4, cpu, gloo)
         return f"World(rank {self.rank} of {self.size}, {self.device}, {self.backend or 'alone'})"
 
 
@@ -327,12 +320,12 @@ def world(
         raise
     if seed is not None:
         rng.seed_everything(seed, "model")
-    folder = run_dir if run_dir is not None else rankenv.variable("SAMESTEP_RUN_DIR")
     if virtual_ranks is not None:
         torch.set_num_threads(1)  # how a sum is cut among threads shows in its last bits
-    folder = None if folder is None else Path(folder)
+    folder = run_dir if run_dir is not None else rankenv.variable("SAMESTEP_RUN_DIR")
+    path = None if folder is None else Path(folder)
     try:
-        return World(membership, seed=seed, run_dir=folder, virtual_ranks=virtual_ranks, tensorboard=tensorboard)
+        return World(membership, seed=seed, run_dir=path, virtual_ranks=virtual_ranks, tensorboard=tensorboard)
     except BaseException:
         membership.release_groups()
         raise

@@ -6,7 +6,7 @@ in pieces, one after another, and the others as messages between each two ranks,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from torch import Tensor
 from samestep.errors import UsageError
 from samestep.runtime.mpi.operations import Waiting
 from samestep.runtime.mpi.tensors import (
+    NAMES,
     copy_back,
-    datatype,
     divide,
     fits_one_message,
     memory_of,
+    on_host,
     operation,
     pieces,
     to_host,
@@ -82,10 +83,8 @@ class Collectives:
             for row, part in zip(rows, together.view(len(rows), -1), strict=True):
                 copy_back(row, part)
             return
-        values = [to_host(row) for row in rows]
-        self.exchange(dict.fromkeys(range(self._size), mine), dict(enumerate(values)))
-        for row, value in zip(rows, values, strict=True):
-            copy_back(row, value)
+        with on_host(*rows) as values:
+            self.exchange(dict.fromkeys(range(self._size), mine), dict(enumerate(values)))
 
     def gather(self, rows: Tensor | None, mine: Tensor, root: int) -> None:
         """Fills the rows of the root's `rows` with the ranks' tensors; None elsewhere."""
@@ -149,19 +148,11 @@ class Collectives:
     def _numbers(self, tensor: Tensor, each: int | None = None) -> list[Any]:
         """A buffer of numbers; `each` is how many of them are one rank's."""
         count = tensor.numel() if each is None else each
-        return [memory_of(self._mpi, tensor), count, datatype(self._mpi, tensor.dtype)]
+        return [memory_of(self._mpi, tensor), count, getattr(self._mpi, NAMES[tensor.dtype])]
 
     def _bytes(self, tensor: Tensor, each: int | None = None) -> list[Any]:
         """A buffer of bytes; `each` is how many of them are one rank's."""
         return [memory_of(self._mpi, tensor), tensor.nbytes if each is None else each, self._mpi.BYTE]
-
-
-def in_place(call: Callable[[Tensor], None], tensors: Sequence[Tensor]) -> None:
-    """Calls with the tensors' values where MPI can reach them."""
-    for tensor in tensors:
-        values = to_host(tensor)
-        call(values)
-        copy_back(tensor, values)
 
 
 def equal_parts(tensor: Tensor, ranks: int) -> list[Tensor]:

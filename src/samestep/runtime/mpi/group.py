@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.errors import PeerError
-from samestep.runtime.mpi.collectives import Collectives, equal_parts, in_place, split_rows
+from samestep.runtime.mpi.collectives import Collectives, equal_parts, split_rows
 from samestep.runtime.mpi.operations import (
     LIVENESS_INTERVAL_S,
     Message,
@@ -35,7 +35,7 @@ from samestep.runtime.mpi.operations import (
     is_better_blocking,
 )
 from samestep.runtime.mpi.shutdown import ShutdownProtocol, shutdown_protocol
-from samestep.runtime.mpi.tensors import check_reducible, copy_back, record_events, to_host
+from samestep.runtime.mpi.tensors import check_reducible, copy_back, on_host, record_events, to_host
 from samestep.runtime.process_group.work import OperationQueues, PendingWork
 
 QUEUES = 1000  # tags of communicators: so many queues a group can have
@@ -156,9 +156,8 @@ class MpiGroup(dist.ProcessGroup):
 
         def run(collectives: Collectives) -> None:
             for mine, each in zip(into, tensors, strict=True):
-                values = to_host(mine)
-                collectives.reduce_scatter(values, [to_host(part) for part in each], op)
-                copy_back(mine, values)
+                with on_host(mine) as (values,):
+                    collectives.reduce_scatter(values, [to_host(part) for part in each], op)
 
         return self._issue("reduce_scatter", run, into, opts, op, given=tensors[0])
 
@@ -204,9 +203,8 @@ class MpiGroup(dist.ProcessGroup):
 
         def run(collectives: Collectives) -> None:
             for rows, mine in zip(into, tensors, strict=True):
-                values = to_host(rows)
-                collectives.all_gather(values, to_host(mine))
-                copy_back(rows, values)
+                with on_host(rows) as (values,):
+                    collectives.all_gather(values, to_host(mine))
 
         return self._issue("all_gather", run, into, opts, given=tensors)
 
@@ -238,10 +236,9 @@ class MpiGroup(dist.ProcessGroup):
         root, mine = opts.rootRank, into[0]
 
         def run(collectives: Collectives) -> None:
-            values = to_host(mine)
             sent = [to_host(part).view(-1) for part in tensors[0]] if self.rank() == root else []
-            collectives.scatter(values, torch.cat(sent) if sent else None, root)
-            copy_back(mine, values)
+            with on_host(mine) as (values,):
+                collectives.scatter(values, torch.cat(sent) if sent else None, root)
 
         return self._issue("scatter", run, into, opts, given=tensors[0] if tensors else into)
 
@@ -250,10 +247,8 @@ class MpiGroup(dist.ProcessGroup):
         """Gives each rank its part of what every rank has; parts may differ in length. Collective."""
 
         def run(collectives: Collectives) -> None:
-            values = [to_host(one) for one in into]
-            collectives.exchange(dict(enumerate(map(to_host, tensors))), dict(enumerate(values)))
-            for one, value in zip(into, values, strict=True):
-                copy_back(one, value)
+            with on_host(*into) as values:
+                collectives.exchange(dict(enumerate(map(to_host, tensors))), dict(enumerate(values)))
 
         return self._issue("all_to_all", run, into, opts, given=tensors)
 
@@ -264,10 +259,10 @@ class MpiGroup(dist.ProcessGroup):
         """The same of one tensor cut along dim 0, evenly or as told."""
 
         def run(collectives: Collectives) -> None:
-            values = to_host(into)
             sent = split_rows(to_host(tensor), splits, self.size())
-            collectives.exchange(dict(enumerate(sent)), dict(enumerate(split_rows(values, into_splits, self.size()))))
-            copy_back(into, values)
+            with on_host(into) as (values,):
+                received = split_rows(values, into_splits, self.size())
+                collectives.exchange(dict(enumerate(sent)), dict(enumerate(received)))
 
         return self._issue("all_to_all_single", run, [into], opts, given=[tensor])
 
@@ -362,7 +357,9 @@ class MpiGroup(dist.ProcessGroup):
         self, what: str, call: Callable[[Collectives, Tensor], None], tensors: Any, opts: Any, op: str | None = None
     ) -> PendingWork:
         def run(collectives: Collectives) -> None:
-            in_place(functools.partial(call, collectives), tensors)
+            for tensor in tensors:
+                with on_host(tensor) as (values,):
+                    call(collectives, values)
 
         return self._issue(what, run, tensors, opts, op)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,6 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32) if tensor.dtype in HALVES else tensor
 
 
-def datatype(mpi: Any, dtype: torch.dtype) -> Any:
-    return getattr(mpi, NAMES[dtype])
-
-
 def operation(mpi: Any, op: str, dtype: torch.dtype) -> Any:
     """Returns MPI's operation; an average is a sum until it is divided."""
     return getattr(mpi, OF_BOOL[op] if dtype is torch.bool else OPERATIONS[op])
@@ -120,6 +117,15 @@ def copy_back(tensor: Tensor, values: Tensor) -> None:
         tensor.detach().copy_(values.view_as(tensor))
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
+
+
+@contextmanager
+def on_host(*tensors: Tensor) -> Iterator[list[Tensor]]:
+    """Yields the tensors' values where MPI can reach them, and copies back what it has written."""
+    values = list(map(to_host, tensors))
+    yield values
+    for tensor, value in zip(tensors, values, strict=True):
+        copy_back(tensor, value)
 
 
 def record_events(tensors: Sequence[Tensor]) -> Callable[[], None]:

@@ -15,6 +15,7 @@ collective that C++ looks for has an override here, if only one that calls a pla
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,7 +49,6 @@ class Collectives:
         self._algorithm = algorithm or ""
         in_memory = algorithm is None and info.host_map.is_one_host and has_total_store_order()
         self.memory = SharedMemoryAllReduce.open(store, info) if in_memory else None
-        self._planned: PlannedCollectives | None = None
         self._error: SamestepError | None = None
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:
@@ -95,11 +95,9 @@ class Collectives:
         each = self._plans.plan(operation, ranks * like.nbytes).blocks // ranks
         return like.new_zeros(ranks, -(-like.numel() // each) * each)
 
-    @property
+    @cached_property
     def _plans(self) -> PlannedCollectives:
-        if self._planned is None:
-            self._planned = PlannedCollectives(self._store, self._info, self._algorithm)
-        return self._planned
+        return PlannedCollectives(self._store, self._info, self._algorithm)
 
     def _check(self, call: Callable[..., None], *args: Any) -> None:
         if self._error is not None:
@@ -165,16 +163,17 @@ class SamestepGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, **named: Any) -> Any:  # type: ignore[override]
         """Adds a tensor over the ranks, in place. Collective."""
-        serves = isinstance(opts, dist.AllreduceOptions) and self._serves("all_reduce", tensors, opts)
-        if not serves or len(tensors) > 1:  # gloo would add the tensors of a list to each other
+        if len(tensors) > 1:  # gloo would add the tensors of a list to each other
             return self.gloo.allreduce(*_given(tensors, opts), **named)
-        op = _operation(opts)
-        return self._issue(lambda collectives: collectives.all_reduce(tensors, op), tensors, opts)
+        return self._all_reduce(self.gloo.allreduce, tensors, opts, **named)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """Adds several tensors over the ranks, in place. Collective."""
+        return self._all_reduce(self.gloo.allreduce_coalesced, tensors, opts)
+
+    def _all_reduce(self, by_gloo: Callable[..., Any], tensors: Any, opts: Any, **named: Any) -> Any:
         if not isinstance(opts, dist.AllreduceOptions) or not self._serves("all_reduce", tensors, opts):
-            return self.gloo.allreduce_coalesced(*_given(tensors, opts))
+            return by_gloo(*_given(tensors, opts), **named)
         op = _operation(opts)
         return self._issue(lambda collectives: collectives.all_reduce(tensors, op), tensors, opts)
 

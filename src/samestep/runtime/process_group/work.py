@@ -10,7 +10,6 @@ A collective that is waited for at once is run by the thread that issues it, whi
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections import deque
@@ -259,23 +258,22 @@ class OperationQueue:
     def issue(self, operation: Callable[[], object], tensors: Sequence[Tensor], *, at_once: bool) -> PendingWork:
         """Runs `operation`, which raises if it fails, after all that was issued before."""
         work = PendingWork(tensors, self._callbacks)
-        call = functools.partial(_run, operation, work)
-        if not (at_once and self._runner.run_here(call)):
-            self._runner.add(call)
+
+        def run() -> None:
+            try:
+                operation()
+            except Exception as error:  # noqa: BLE001  (raised again by those who wait)
+                work.finish(error)
+            else:
+                work.finish()
+
+        if not (at_once and self._runner.run_here(run)):
+            self._runner.add(run)
         return work
 
     def close(self) -> None:
         self._runner.close()
         self._callbacks.close()
-
-
-def _run(operation: Callable[[], object], work: PendingWork) -> None:
-    try:
-        operation()
-    except Exception as error:  # noqa: BLE001  (raised again by those who wait)
-        work.finish(error)
-    else:
-        work.finish()
 
 
 class OperationQueues:
