@@ -136,7 +136,7 @@ def compare_first_items(dataset: Any, world: World, seeds: SampleSeeds | None) -
     problem, mark = None, ""
     try:
         with preserve_rng(HOST):
-            mark = fingerprint(Reader(dataset, 0, seeds=seeds).take(0, 1))
+            mark = fingerprint(Reader(dataset, 0, seeds).take(0, 1))
     except DataError as error:
         problem = error
     raise_on_all_ranks(world.data, problem)
@@ -183,30 +183,17 @@ def _feed(digest: hashlib.blake2b, item: Any) -> None:
 # --- reading ---------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Reader:
-    """Takes items at rising positions from one epoch of a stream.
+    """Takes items at rising positions from one epoch of a stream."""
 
-    Attributes:
-        position: of the next item.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        epoch: int,
-        *,
-        seeds: SampleSeeds | None,
-        worker: int | None = None,
-        on_read: Callable[[int], None] | None = None,
-    ) -> None:
-        self.position = 0
-        self._dataset = dataset
-        self._epoch = epoch
-        self._seeds = seeds
-        self._worker = worker
-        self._on_read = on_read
-        self._iterator: Iterator[Any] | None = None
-        self._seeks = hasattr(dataset, "iter_from")
+    dataset: Any
+    epoch: int
+    seeds: SampleSeeds | None
+    worker: int | None = None
+    on_read: Callable[[int], None] | None = None
+    position: int = 0  # of the next item
+    _iterator: Iterator[Any] | None = None
 
     def take(self, start: int, stop: int) -> list[Any]:
         """Returns the items at positions [start, stop), or fewer if the stream ends there."""
@@ -223,14 +210,14 @@ class Reader:
     def _go_to(self, start: int) -> None:
         if self._iterator is not None and self.position == start:
             return
-        if self._seeds is not None:
-            self._seeds.seed_batch(self._epoch, 0)
-        if self._seeks:
-            self._iterator = self._open(lambda: iter(self._dataset.iter_from(start)))
+        if self.seeds is not None:
+            self.seeds.seed_batch(self.epoch, 0)
+        if hasattr(self.dataset, "iter_from"):
+            self._iterator = self._open(lambda: iter(self.dataset.iter_from(start)))
             self.position = start
             return
         if self._iterator is None:
-            self._iterator = self._open(lambda: iter(self._dataset))
+            self._iterator = self._open(lambda: iter(self.dataset))
         assert self.position <= start, "a stream is not read backwards"
         for _ in self._items(start):
             pass
@@ -239,13 +226,13 @@ class Reader:
         words: list[int] = []
         first = self.position
         while self.position < stop:
-            if self._seeds is not None:
+            if self.seeds is not None:
                 if self.position == first + len(words):
                     first = self.position
-                    words = self._seeds.words(self._epoch, list(range(first, min(first + _BLOCK, stop))))
+                    words = self.seeds.words(self.epoch, list(range(first, min(first + _BLOCK, stop))))
                 seed_global_rngs(words[self.position - first])
-            if self._on_read is not None:
-                self._on_read(self.position)
+            if self.on_read is not None:
+                self.on_read(self.position)
             item = self._next()
             if item is _END:
                 return
@@ -266,9 +253,9 @@ class Reader:
             raise DataError(self._complaint(f"cannot give item {self.position}", error)) from error
 
     def _complaint(self, what: str, error: Exception) -> str:
-        by = "" if self._worker is None else f" to worker {self._worker} (process {os.getpid()})"
+        by = "" if self.worker is None else f" to worker {self.worker} (process {os.getpid()})"
         where, source = user_line(error.__traceback__)
-        return f"{type(self._dataset).__name__} {what}{by}: {reason_of(error)}, at {where}: {source}"
+        return f"{type(self.dataset).__name__} {what}{by}: {reason_of(error)}, at {where}: {source}"
 
 
 # --- loading ---------------------------------------------------------------------------------
@@ -287,11 +274,14 @@ class StreamLoader:
 
         The partitioner is that of any step that is not the last, where the length is UNKNOWN.
         """
-        return self._load(epoch, lambda status: SharedStream(self, epoch, partitioner, cursor, status))
+        collate_fn, seeds = self.settings.collate_fn, self.settings.sample_seeds
+        return self._load(
+            epoch, lambda status: SharedStream(self.dataset, collate_fn, seeds, epoch, partitioner, cursor, status)
+        )
 
     def load_own(self, epoch: int, sizes: Sequence[int]) -> Iterator[Loaded]:
         """Yields batches of this rank's own stream, in micro-batches of these sizes, with the items of each."""
-        return self._load(epoch, lambda _: OwnStream(self, sizes))
+        return self._load(epoch, lambda _: OwnStream(self.dataset, self.settings.collate_fn, sizes))
 
     def _load(self, epoch: int, make: Callable[[WorkerStatus | None], IterableDataset[Any]]) -> Iterator[Any]:
         if hasattr(self.dataset, "set_epoch"):
@@ -301,6 +291,7 @@ class StreamLoader:
         yield from self.settings.run(make(status), order, status, batch_size=None)
 
 
+@dataclass(eq=False)
 class SharedStream(IterableDataset[Any]):
     """Stands for the dataset in DataLoader: yields this worker's batches of a stream that all ranks read.
 
@@ -308,21 +299,13 @@ class SharedStream(IterableDataset[Any]):
     the last one, which is short, is divided as if its length had been known; it holds the items of one step.
     """
 
-    def __init__(
-        self,
-        loader: StreamLoader,
-        epoch: int,
-        partitioner: StepPartitioner,
-        cursor: int,
-        status: WorkerStatus | None,
-    ) -> None:
-        self.dataset = loader.dataset
-        self.epoch = epoch
-        self.partitioner = partitioner
-        self.cursor = cursor
-        self.collate_fn = loader.settings.collate_fn
-        self.seeds = loader.settings.sample_seeds
-        self.status = status
+    dataset: Any
+    collate_fn: Callable[[list[Any]], Any] | None
+    seeds: SampleSeeds | None
+    epoch: int
+    partitioner: StepPartitioner
+    cursor: int
+    status: WorkerStatus | None
 
     def __iter__(self) -> Iterator[Loaded]:
         info = get_worker_info()
@@ -330,7 +313,7 @@ class SharedStream(IterableDataset[Any]):
         if info is not None:
             worker, self.number, self.workers = info.id, info.id, info.num_workers
             torch_worker._worker_info = None  # noqa: SLF001  (so that the dataset sees no worker, and gives all)
-        self.reader = Reader(self.dataset, self.epoch, seeds=self.seeds, worker=worker, on_read=self._on_read(worker))
+        self.reader = Reader(self.dataset, self.epoch, self.seeds, worker, self._on_read(worker))
         self.collator = Collator(self.collate_fn, self.seeds)
         produced = self._produce()
         while True:
@@ -419,13 +402,13 @@ def step_of(partitioner: StepPartitioner, start: int, count: int) -> StepPartiti
     return replace(partitioner, total=start + count, drop_last=False).step(start)
 
 
+@dataclass(eq=False)
 class OwnStream(IterableDataset[Any]):
     """Stands for the dataset in DataLoader: yields the batches of this rank's own stream, in this worker."""
 
-    def __init__(self, loader: StreamLoader, sizes: Sequence[int]) -> None:
-        self.dataset = loader.dataset
-        self.collate_fn = loader.settings.collate_fn
-        self.sizes = sizes
+    dataset: Any
+    collate_fn: Callable[[list[Any]], Any] | None
+    sizes: Sequence[int]
 
     def __iter__(self) -> Iterator[Loaded]:
         info = get_worker_info()

@@ -21,7 +21,7 @@ from samestep.data.iterable import PROMISES, Kind, StreamLoader
 from samestep.data.ledger import Ledger, with_positions
 from samestep.data.loader import Loader
 from samestep.data.order import ORDER_VERSION, UNKNOWN, Order, SampleOrder, StepPartitioner
-from samestep.data.step_pipeline import StepPipeline, Steps
+from samestep.data.step_pipeline import SkipLog, StepPipeline, Steps
 from samestep.errors import DataError, StepError
 from samestep.runtime.scalar_sums import StepTag
 from samestep.runtime.step_state import StepLoss
@@ -79,16 +79,11 @@ class Shards:
         self._order = self._order_of(0)
         self._balanced: CostBalancedOrder | None = None  # the same samples in the same steps, each sorted by cost
         self._ledger = Ledger()
+        self._skips = SkipLog(world) if loader is not None and loader.skip else None
+        weight_tag, is_bounded = partial(self._tag, "weight"), partitioner.total < UNKNOWN
         self._pipeline = StepPipeline(
-            world,
-            batch_size=self.batch_size,
-            weigh=weigh,
-            weight_tag=partial(self._tag, "weight"),
-            skips=loader is not None and loader.skip,
-            is_bounded=partitioner.total < UNKNOWN,
-            own_micro=own_micro,
+            world, self.batch_size, weigh, weight_tag, self._skips, is_bounded=is_bounded, own_micro=own_micro
         )
-        self._skips = self._pipeline.skips
         self._current: CurrentStep | None = None
         self._iteration = 0
         self._report = StepReport(world)

@@ -65,50 +65,32 @@ class _Started:
     total: PendingSum
 
 
+@dataclass(eq=False)
 class StepPipeline:
-    """The steps of a loader, one after another.
+    """The steps of a loader, one after another."""
 
-    Args:
-        world: the world.
-        batch_size: samples of a step, over all ranks.
-        weigh: the items in a batch that a loss is a mean over; None counts samples.
-        weight_tag: returns the tag of the weight of the step at a position.
-        skips: samples may be skipped.
-        is_bounded: the length of the data is known.
-        own_micro: micro-batches of a step where every rank has a stream of its own; None where all read the same.
-    """
+    world: World
+    batch_size: int  # samples of a step, over all ranks
+    weigh: Callable[[Any], Any] | None  # the items in a batch that a loss is a mean over; None counts samples
+    weight_tag: Callable[[int], StepTag]  # returns the tag of the weight of the step at a position
+    skips: SkipLog | None = None  # None where no sample may be skipped
+    is_bounded: bool = True  # the length of the data is known
+    own_micro: int | None = None  # micro-batches of a step where each rank has a stream of its own; else None
+    empty: Any = None  # a host batch without samples, once there was one with
 
-    def __init__(
-        self,
-        world: World,
-        *,
-        batch_size: int,
-        weigh: Callable[[Any], Any] | None,
-        weight_tag: Callable[[int], StepTag],
-        skips: bool = False,
-        is_bounded: bool = True,
-        own_micro: int | None = None,
-    ) -> None:
-        self.skips = SkipLog(world) if skips else None
-        self.empty: Any = None  # a host batch without samples, once there was one with
-        self._world = world
-        self._batch_size = batch_size
-        self._weigh = weigh
-        self._weight_tag = weight_tag
-        self._is_bounded = is_bounded
-        self._own_micro = own_micro
-        self._prefetcher = DevicePrefetcher(world.input_device)
+    def __post_init__(self) -> None:
+        self._prefetcher = DevicePrefetcher(self.world.input_device)
 
     def run(self, epoch: int, position: int, steps: Iterator[StepPartition], host: Iterator[Loaded]) -> Steps:
         """Yields the steps of data of known length."""
         self._check_device()
-        if self._weigh is None and self.skips is None:
+        if self.weigh is None and self.skips is None:
             return self._straight(steps, host)
         return self.run_agreed(epoch, position, parts_of(steps, host))
 
     def _check_device(self) -> None:
-        if self._prefetcher.device != self._world.input_device:  # a pipeline with devices of its own was made since
-            self._prefetcher = DevicePrefetcher(self._world.input_device)
+        if self._prefetcher.device != self.world.input_device:  # a pipeline with devices of its own was made since
+            self._prefetcher = DevicePrefetcher(self.world.input_device)
 
     def _straight(self, steps: Iterator[StepPartition], host: Iterator[Loaded]) -> Steps:
         batches = self._prefetcher.stream_through(loaded.batch for loaded in host)
@@ -133,28 +115,26 @@ class StepPipeline:
     def _start(self, part: StepPart | None, position: int) -> _Started:
         found = part or StepPart([], [])
         weights = [
-            float(count if self._weigh is None or not count else self._weigh(batch))
+            float(count if self.weigh is None or not count else self.weigh(batch))
             for batch, count in zip(found.batches, found.counts, strict=True)
         ]
-        if self._own_micro is not None:
+        if self.own_micro is not None:
             self.learn_empty(found)
-        extra = () if self._is_bounded and self.skips is None else (float(self._extra(found)),)
-        total = self._world.data.start_sum(_total(found, weights), *extra, tag=self._weight_tag(position))
+        count = len(found.skipped) if self.is_bounded else found.size
+        extra = () if self.is_bounded and self.skips is None else (float(count),)
+        total = self.world.data.start_sum(_total(found, weights), *extra, tag=self.weight_tag(position))
         return _Started(part, list(map(self._prefetcher.send, found.batches)), weights, total)
-
-    def _extra(self, part: StepPart) -> int:
-        return len(part.skipped) if self._is_bounded else part.size
 
     def _agree(self, epoch: int, position: int, started: _Started) -> CurrentStep | None:
         """Returns the step as all ranks see it; None at the end."""
         part = started.part
-        if self._is_bounded and part is None:
+        if self.is_bounded and part is None:
             return None
         weight, *extra = started.total.wait()
-        if self._own_micro is not None:
+        if self.own_micro is not None:
             return self._own_step(started, position, int(extra[0]), weight) if extra[0] else None
-        weights = started.weights if self._weigh is not None else None
-        if not self._is_bounded:
+        weights = started.weights if self.weigh is not None else None
+        if not self.is_bounded:
             self._check_same_stream(position, 0 if part is None else part.size, int(extra[0]))
             if part is None or part.size == 0:
                 return None
@@ -162,11 +142,11 @@ class StepPipeline:
         assert part.step is not None
         current = CurrentStep(part.step, weight, part.counts, weights)
         if self.skips is not None and extra[0]:
-            current.skipped = self.skips.exchange(epoch, part.step, part.skipped, self._batch_size)
+            current.skipped = self.skips.exchange(epoch, part.step, part.skipped, self.batch_size)
         return current
 
     def _check_same_stream(self, position: int, mine: int, found: int) -> None:
-        ranks = self._world.data.size
+        ranks = self.world.data.size
         if found != mine * ranks:
             raise DataError(
                 f"the ranks read different streams: from item {position} on, this one finds {mine} for the step, "
@@ -176,16 +156,16 @@ class StepPipeline:
 
     def _own_step(self, started: _Started, position: int, size: int, weight: float) -> CurrentStep:
         part = started.part or StepPart([], [])
-        missing = (self._own_micro or 1) - len(started.batches)
+        missing = (self.own_micro or 1) - len(started.batches)
         if missing and self.empty is None:
             raise DataError(
-                f"the stream of rank {self._world.data.rank} gives nothing at all, so there is nothing to cut an empty "
+                f"the stream of rank {self.world.data.rank} gives nothing at all, so there is nothing to cut an empty "
                 "batch from: give every rank at least one item"
             )
         started.batches += [self._prefetcher.send(empty_like(self.empty)) for _ in range(missing)]
         counts = part.counts + [0] * missing
         step = StepPartition(position, position + size, tuple((position, position + count) for count in counts))
-        return CurrentStep(step, weight, counts, None if self._weigh is None else started.weights + [0.0] * missing)
+        return CurrentStep(step, weight, counts, None if self.weigh is None else started.weights + [0.0] * missing)
 
 
 def _total(part: StepPart, weights: list[float]) -> float:
