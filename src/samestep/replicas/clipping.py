@@ -77,9 +77,13 @@ def clip_grad_norm_(
         raise UsageError(f"max_norm must be 0 or more, got {max_norm}")
     staged = model if isinstance(model, _StagedModel) else None
     if isinstance(model, nn.Module):
-        _require_step_end(
-            [staged] if staged is not None else [one for one in model.modules() if isinstance(one, Replica)]
-        )
+        replicas = [one for one in model.modules() if isinstance(one, Replica)] if staged is None else [staged]
+        if not all(one.world.step.step_ends for one in replicas):
+            raise StepError(
+                "clip_grad_norm_ was called after a micro-batch that does not end the step; "
+                "gradients are each rank's own until then, and the ranks would scale by different factors. "
+                "Clip inside `if batches.step_ends:`, before optimizer.step()"
+            )
         model = model.parameters()
     parameters = [model] if isinstance(model, Tensor) else list(model)
     if staged is None:
@@ -89,13 +93,3 @@ def clip_grad_norm_(
     norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
-
-
-def _require_step_end(models: Iterable[Replica | _StagedModel]) -> None:
-    for model in models:
-        if not model.world.step.step_ends:
-            raise StepError(
-                "clip_grad_norm_ was called after a micro-batch that does not end the step; "
-                "gradients are each rank's own until then, and the ranks would scale by different factors. "
-                "Clip inside `if batches.step_ends:`, before optimizer.step()"
-            )

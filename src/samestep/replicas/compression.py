@@ -60,9 +60,9 @@ class ChunkPipeline:
     def _do(self, number: int, act: Callable[[], None]) -> None:
         self._workers[number].add(act) if self._workers else act()
 
-    def _go_on(self, scheme: Reduction, number: int, arriving: _Arriving | None, done: Done) -> None:
+    def _go_on(self, scheme: Reduction, number: int, arriving: Callable[[], Tensor] | None, done: Done) -> None:
         try:
-            message = next(scheme) if arriving is None else scheme.send(arriving.wait())
+            message = next(scheme) if arriving is None else scheme.send(arriving())
             arriving = self._issue(number, message)
         except StopIteration as end:
             done(end.value)
@@ -71,7 +71,8 @@ class ChunkPipeline:
         else:
             self._do(number + 1, functools.partial(self._go_on, scheme, number + 1, arriving, done))
 
-    def _issue(self, number: int, message: AllToAll | AllGather) -> _Arriving:
+    def _issue(self, number: int, message: AllToAll | AllGather) -> Callable[[], Tensor]:
+        """Starts sending a message; the result waits for what arrives, and keeps what was sent alive until then."""
         group: Any = self._groups[number]
         size, packets = self._axis.size, message.packets
         self._sent[number] += bytes_sent(message, self._axis.rank, size)
@@ -79,27 +80,20 @@ class ChunkPipeline:
         arrived = torch.empty(size, rows, packets.shape[1], dtype=torch.uint8, device=packets.device)
         flat = packets.view(-1)
         if isinstance(message, AllGather):
-            return _Arriving(arrived, group._allgather_base(arrived.view(-1), flat), packets)  # noqa: SLF001
-        sent = [count * packets.shape[1] for count in message.counts]
-        received = [rows * packets.shape[1]] * size
-        return _Arriving(arrived, group.alltoall_base(arrived.view(-1), flat, received, sent), packets)
+            work = group._allgather_base(arrived.view(-1), flat)  # noqa: SLF001
+        else:
+            sent = [count * packets.shape[1] for count in message.counts]
+            work = group.alltoall_base(arrived.view(-1), flat, [rows * packets.shape[1]] * size, sent)
+
+        def wait(_: Tensor = packets) -> Tensor:
+            work.wait()
+            return arrived
+
+        return wait
 
     def close(self) -> None:
         for worker in self._workers:
             worker.close()
-
-
-@dataclass
-class _Arriving:
-    """A message under way; what was sent must live until it is there."""
-
-    tensor: Tensor
-    work: Any
-    sent: Tensor
-
-    def wait(self) -> Tensor:
-        self.work.wait()
-        return self.tensor
 
 
 Future = torch.futures.Future[Tensor]

@@ -124,14 +124,6 @@ class _Noted:
         return None if bool(torch.isfinite(self.gradient)) else NonFiniteTensor(name, -1, -1, self.size)
 
 
-@dataclass(frozen=True)
-class First:
-    bad: NonFiniteTensor  # it
-    # 0 is this rank's own for sure; n, it was found when the n-th backward of the step added to averaged gradients
-    uncertainty: int
-    order: int  # how many tensors the backward had come to before it
-
-
 class LocalGradientLog:
     """What this rank's backwards have brought to the step under way."""
 
@@ -197,8 +189,8 @@ class LocalGradientLog:
         real = (tensor for tensor in tensors if tensor.is_floating_point() and tensor.itemsize > 1)
         self._inputs.extend(map(weakref.ref, real))
 
-    def bad_input(self) -> str | None:
-        """Returns how the first input of the step is that is not finite; None where all that are left are."""
+    def _bad_input(self) -> str | None:
+        """How the first input of the step is that is not finite; None where all that are left are."""
         left = (tensor for reference in self._inputs if (tensor := reference()) is not None)
         return next((bad.state for tensor in left if (bad := examined("", tensor.detach())) is not None), None)
 
@@ -226,21 +218,31 @@ class LocalGradientLog:
         self._output_gradients.clear()
         self._inputs.clear()
 
-    def bad_output_gradient(self) -> bool | None:
-        """Tells whether what the loss gave back was not finite already; None where it was not noted."""
-        if not self._output_gradients:
-            return None
-        return any(not bool(torch.isfinite(total)) for total in self._output_gradients)
+    def findings(self) -> dict[str, Any]:
+        """Returns the first in the order of the backward, of the bad tensors that are likeliest this rank's own.
 
-    def first_bad(self) -> First | None:
-        """Returns the first in the order of the backward, of the bad tensors that are likeliest this rank's own."""
-        found: list[First] = []
+        An "uncertainty" of 0 says that it is this rank's for sure, n that it was found when the n-th backward of the
+        step added to averaged gradients; "order" says how many tensors the backward had come to before it, and
+        "arrived" whether what the loss gave back was not finite already, None where it was not noted.
+        """
+        found = []
         for order, (name, all_noted) in enumerate(self._noted.items()):
             for number, noted in enumerate(all_noted, start=1):
                 if (bad := noted.bad(name)) is not None:
-                    found.append(First(bad, number if noted.accumulated else 0, order))
+                    found.append((number if noted.accumulated else 0, order, f"{name[:_MAX_NAME]} {bad.state}"))
                     break
-        return min(found, key=lambda first: (first.uncertainty, first.order), default=None)
+        if not found:
+            return {"bad": None}
+        uncertainty, order, text = min(found)
+        given_back = [bool(torch.isfinite(total)) for total in self._output_gradients]
+        return {
+            "bad": text,
+            "uncertainty": uncertainty,
+            "order": order,
+            "arrived": not all(given_back) if given_back else None,
+            "slices": self.bad_slices(),
+            "input": self._bad_input(),
+        }
 
     def bad_slices(self) -> list[int]:
         pairs = [(name, noted) for name, all_noted in self._noted.items() for noted in all_noted]
@@ -281,7 +283,7 @@ def find_culprits(
         slices = "" if local is None else _in_slices(local.bad_slices())
         return Culprits(f"the gradient of {bad[0]}{slices}{_and_more(bad)}", (here,))
     try:
-        findings = _exchange(axis, subject, _findings(local))
+        findings = _exchange(axis, subject, local.findings())
     except RuntimeError:  # the store's, for a rank that is silent or gone
         text = (
             f"the gradient of {bad[0]}{_and_more(bad)} on rank {here}, and within {TIMEOUT_S:g} s no other rank found "
@@ -338,20 +340,6 @@ def _in_slices(slices: Sequence[int]) -> str:
 
 def _and_more(bad: Sequence[NonFiniteTensor]) -> str:
     return f", and {len(bad) - 1} more tensors are like it" if len(bad) > 1 else ""
-
-
-def _findings(local: LocalGradientLog) -> dict[str, Any]:
-    first = local.first_bad()
-    if first is None:
-        return {"bad": None}
-    return {
-        "bad": f"{first.bad.name[:_MAX_NAME]} {first.bad.state}",
-        "uncertainty": first.uncertainty,
-        "order": first.order,
-        "arrived": local.bad_output_gradient(),
-        "slices": local.bad_slices(),
-        "input": local.bad_input(),
-    }
 
 
 def _exchange(axis: Axis, subject: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
