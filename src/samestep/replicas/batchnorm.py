@@ -181,27 +181,21 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training or self.axis.size == 1:
             return super().forward(input)
-        self._check_channels(input)
+        if input.size(1) != self.num_features:
+            raise DataError(
+                f"batch normalisation over {self.num_features} channels got an input with {input.size(1)}: "
+                f"shape {tuple(input.shape)}"
+            )
         with torch.no_grad():
             moments = gather_moments(local_moments(input), self.axis)
-            self._check_count(moments.count)
+            if moments.count == 1:
+                raise DataError(
+                    f"expected more than 1 value per channel when training, got 1 over all {self.axis.size} ranks; "
+                    "take a larger batch, or call eval() on the layer"
+                )
             self._track(moments)
         normalised: Tensor = _Normalise.apply(input, self.weight, self.bias, moments, self.eps, self.axis)  # type: ignore[no-untyped-call]
         return normalised
-
-    def _check_channels(self, x: Tensor) -> None:
-        if x.size(1) != self.num_features:
-            raise DataError(
-                f"batch normalisation over {self.num_features} channels got an input with {x.size(1)}: "
-                f"shape {tuple(x.shape)}"
-            )
-
-    def _check_count(self, count: int) -> None:
-        if count == 1:
-            raise DataError(
-                f"expected more than 1 value per channel when training, got 1 over all {self.axis.size} ranks; "
-                "take a larger batch, or call eval() on the layer"
-            )
 
     def _track(self, moments: Moments) -> None:
         if not self.track_running_stats:

@@ -110,14 +110,21 @@ def optimal_layout(backward: BackwardProfile, slack: float = SLACK) -> BucketLay
     >>> optimal_layout(BackwardProfile((10,) * 5, (1.0, 2.0, 3.0, 4.0, 5.0), Link(latency_s=0.5, bytes_per_s=100)))
     (4, 5)
     """
-    most = _earliest(backward) * (1 + slack)
-    ends = [0.0] + [math.inf] * len(backward.sizes)  # of the first j gradients, in k buckets
+    count = len(backward.sizes)
+    ends = [0.0]  # [1] of the first j gradients, at the earliest
+    for j in range(1, count + 1):
+        ends.append(_last(backward, ends, j)[0])
+    most = ends[-1] * (1 + slack)
+    ends = [0.0] + [math.inf] * count  # the same in k buckets
     begins: list[list[int]] = []
     while ends[-1] > most:
-        best = [_last(backward, ends, j) for j in range(1, len(ends))]
+        best = [_last(backward, ends, j) for j in range(1, count + 1)]
         ends = [math.inf, *(end for end, _ in best)]
         begins.append([begin for _, begin in best])
-    return _traced(begins)
+    layout = [count]
+    for of_bucket in reversed(begins[1:]):
+        layout.append(of_bucket[layout[-1] - 1])
+    return tuple(reversed(layout))
 
 
 def best_single_size(backward: BackwardProfile, *, from_the_end: bool = False) -> int:
@@ -150,24 +157,9 @@ def is_faster(ratios: Sequence[float]) -> tuple[bool, str]:
     return takes, f"{kept}{by}, first in {wins} of {len(ratios)} comparisons"
 
 
-def _earliest(backward: BackwardProfile) -> float:
-    """[1] The earliest end of all layouts."""
-    ends = [0.0]
-    for j in range(1, len(backward.sizes) + 1):
-        ends.append(_last(backward, ends, j)[0])
-    return ends[-1]
-
-
 def _last(backward: BackwardProfile, ends: Sequence[float], j: int) -> tuple[float, int]:
     """When the first j gradients are added at the earliest, and with which one their last bucket begins."""
     return min((backward.after(ends[i], i, j), i) for i in range(j))
-
-
-def _traced(begins: Sequence[Sequence[int]]) -> BucketLayout:
-    layout = [len(begins[0])]
-    for number in range(len(begins) - 1, 0, -1):
-        layout.append(begins[number][layout[-1] - 1])
-    return tuple(reversed(layout))
 
 
 @dataclass(frozen=True)

@@ -171,27 +171,22 @@ Schedule = Generator[None, None, None]
 Backwards = Generator[None, None, list[BackwardTrace]]
 
 
+@dataclass(eq=False)
 class BucketTuner:
     """Finds the buckets of one model while it is trained. Collective throughout: all ranks come to it alike."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        axis: Axis,
-        *,
-        find_unused_parameters: bool,
-        build: Build,
-        use: Callable[[Caps | None], Reduction],
-    ) -> None:
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter.numel()]
-        self.plan: BucketPlan | None = None
+    module: nn.Module
+    axis: Axis
+    find_unused_parameters: bool
+    build: Build
+    use: Callable[[Caps | None], Reduction]
+    plan: BucketPlan | None = None
+
+    def __post_init__(self) -> None:
+        trained = [each for each in self.module.parameters() if each.requires_grad and each.numel()]
         self.timer = GradientTimer(trained, trained[0].device)
         self._like = trained[0]
         self._sizes = [parameter.numel() * parameter.element_size() for parameter in trained]
-        self._axis = axis
-        self._in_given_order = find_unused_parameters
-        self._build = build
-        self._use = use
         self._schedule = self._all_phases()
 
     def advance(self) -> None:
@@ -204,17 +199,19 @@ class BucketTuner:
 
     def _all_phases(self) -> Schedule:
         yield from self._backwards(WARM)
-        reduction = self._use((sum(self._sizes),))
+        reduction = self.use((sum(self._sizes),))
         profiled = yield from self._backwards(PROFILED, settle=SETTLE)
         self.timer.wants_times = False
         backward = self._agreed(profiled, reduction)
         default = Partition.predicted(backward, self._ddp_layout(backward.sizes, DEFAULT_CAPS))
         proposed, caps = self._proposal(backward)
-        if proposed.buckets == default.buckets or proposed.finish_s > WORTH_TRYING * default.finish_s:
-            self._use(None)
+        is_same = proposed.buckets == default.buckets
+        if is_same or proposed.finish_s > WORTH_TRYING * default.finish_s:
+            self.use(None)
             times = self._times((yield from self._block(settle=True)))
-            default = default.achieved(backward, times[0])
-            self._decide(backward, default, proposed, [])
+            kept = "the default is kept: no buckets are predicted to end more than 1 % earlier"
+            reason = "the default is what would be proposed" if is_same else kept
+            self._decide(backward, default.achieved(backward, times[0]), proposed, (False, reason))
         else:
             yield from self._compare(backward, default, proposed, caps)
         self.timer.close()
@@ -230,10 +227,12 @@ class BucketTuner:
 
     def _agreed(self, profiled: list[BackwardTrace], reduction: Reduction) -> BackwardProfile:
         """[3] Returns the backward as all ranks see it. Collective."""
-        probed = {nbytes: self._probed(nbytes) for nbytes in self._probe_sizes()}
-        probed[sum(self._sizes)] = [one.exposed_s for one in profiled]
+        total, element = sum(self._sizes), self._like.element_size()
+        probes = [size for size in PROBES if size < total] or [max(1, total // 8 // element) * element]
+        probed = {nbytes: self._probed(nbytes) for nbytes in probes}
+        probed[total] = [one.exposed_s for one in profiled]
         mine = {"ready": self._ready(profiled), "order": list(profiled[-1].ready), "reducing": list(probed.values())}
-        everyone = all_gather_json(self._axis, mine)
+        everyone = all_gather_json(self.axis, mine)
         reducing = [median(_last_to_come(ranks)) for ranks in zip(*(one["reducing"] for one in everyone), strict=True)]
         order = self._order(everyone[0]["order"])
         return BackwardProfile(
@@ -253,18 +252,14 @@ class BucketTuner:
 
     def _order(self, of_rank_0: list[int]) -> list[int]:
         """The order in which gradients are put into buckets."""
-        if self._in_given_order:
+        if self.find_unused_parameters:
             return list(range(len(self._sizes)))[::-1]
         return [*of_rank_0, *sorted(set(range(len(self._sizes))) - set(of_rank_0))]
-
-    def _probe_sizes(self) -> list[int]:
-        total, element = sum(self._sizes), self._like.element_size()
-        return [size for size in PROBES if size < total] or [max(1, total // 8 // element) * element]
 
     def _probed(self, nbytes: int) -> list[float]:
         """[2] Returns what all-reduces of so many bytes take here. Collective."""
         probe = _Probe(self._like, nbytes // self._like.element_size())
-        engine, reduction = self._build(probe, (nbytes,))
+        engine, reduction = self.build(probe, (nbytes,))
         timer = GradientTimer([probe.weight], self._like.device)
         factor = torch.ones(1, device=self._like.device)
         for _ in range(SETTLE + PROFILED):  # without zero_grad: the gradient stays in the bucket, and is not copied
@@ -278,15 +273,15 @@ class BucketTuner:
     # --- what there is to choose ---
 
     def _ddp_layout(self, sizes: Sequence[int], caps: Caps) -> tuple[int, ...]:
-        return ddp_layout(sizes, caps, from_the_end=self._in_given_order)
+        return ddp_layout(sizes, caps, from_the_end=self.find_unused_parameters)
 
     def _proposal(self, backward: BackwardProfile) -> tuple[Partition, Caps]:
         if not _HAS_LISTS:
-            cap = best_single_size(backward, from_the_end=self._in_given_order)
+            cap = best_single_size(backward, from_the_end=self.find_unused_parameters)
             return Partition.predicted(backward, self._ddp_layout(backward.sizes, (cap,))), (cap,)
         small = coalesced(backward, GRAINS)
         proposed = Partition.predicted(small, optimal_layout(small))
-        return proposed, proposed.buckets[::-1] if self._in_given_order else proposed.buckets
+        return proposed, proposed.buckets[::-1] if self.find_unused_parameters else proposed.buckets
 
     def _block(self, *, settle: bool) -> Generator[None, None, list[float]]:
         records = yield from self._backwards(BLOCK, settle=SETTLE if settle else 0)
@@ -294,7 +289,7 @@ class BucketTuner:
 
     def _times(self, *blocks: list[float]) -> list[float]:
         """Returns what a backward took in each block, from the rank that comes to it last. Collective."""
-        everyone = all_gather_json(self._axis, blocks)
+        everyone = all_gather_json(self.axis, blocks)
         return [median(_last_to_come(column)) for column in zip(*everyone, strict=True)]
 
     def _compare(self, backward: BackwardProfile, default: Partition, proposed: Partition, caps: Caps) -> Schedule:
@@ -303,34 +298,26 @@ class BucketTuner:
         for number, turn in enumerate(TURNS):
             is_new = number == 0 or turn != TURNS[number - 1]
             if is_new:
-                self._use(caps if turn else None)
+                self.use(caps if turn else None)
             blocks.append((yield from self._block(settle=is_new)))
         times = self._times(*blocks)
         of_default, of_proposed = (
             [time for time, which in zip(times, TURNS, strict=True) if which is turn] for turn in (False, True)
         )
         ratios = [theirs / ours for ours, theirs in zip(of_default, of_proposed, strict=True)]
-        self._decide(
-            backward,
-            default.achieved(backward, median(of_default)),
-            proposed.achieved(backward, median(of_proposed)),
-            ratios,
-        )
-        assert self.plan is not None
-        if self.plan.takes_proposed is not TURNS[-1]:
-            self._use(caps if self.plan.takes_proposed else None)
+        default = default.achieved(backward, median(of_default))
+        proposed = proposed.achieved(backward, median(of_proposed))
+        takes, _ = verdict = is_faster(ratios)
+        self._decide(backward, default, proposed, verdict)
+        if takes is not TURNS[-1]:
+            self.use(caps if takes else None)
 
-    def _decide(self, backward: BackwardProfile, default: Partition, proposed: Partition, ratios: list[float]) -> None:
-        takes, reason = is_faster(ratios) if ratios else (False, _not_worth(default, proposed))
-        self.plan = BucketPlan(default, proposed, takes, reason, backward.alone_s, backward.link, backward.beside)
+    def _decide(
+        self, backward: BackwardProfile, default: Partition, proposed: Partition, verdict: tuple[bool, str]
+    ) -> None:
+        self.plan = BucketPlan(default, proposed, *verdict, backward.alone_s, backward.link, backward.beside)
 
 
 def _last_to_come(ranks: Sequence[Sequence[float]]) -> list[float]:
     """Returns, of what every rank took for the same things, what each took without waiting for another rank."""
     return [min(times) for times in zip(*ranks, strict=True)]
-
-
-def _not_worth(default: Partition, proposed: Partition) -> str:
-    if default.buckets == proposed.buckets:
-        return "the default is what would be proposed"
-    return "the default is kept: no buckets are predicted to end more than 1 % earlier"

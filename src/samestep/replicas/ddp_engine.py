@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -32,39 +33,30 @@ _KNOWN = _SPELLING in inspect.signature(DistributedDataParallel.__init__).parame
 _WITHOUT_BUFFERS: dict[str, Any] = {_SPELLING if _KNOWN else "broadcast_buffers": False}
 
 
+@dataclass(eq=False)
 class DDPEngine:
     """Calls a model so that its gradients are averaged whenever the world's step ends."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        world: World,
-        *,
-        buckets: float | Literal["auto"] | None,
-        reduce: Reduce | None,
-        find_unused_parameters: bool,
-        local: LocalGradientLog | None = None,
-        compression: GradientCompression | None = None,
-    ) -> None:
-        self.module = module
-        self.world = world
-        self.tunes = buckets == "auto"
-        self.buckets = None if buckets == "auto" else buckets
-        self.reduce = reduce
-        self.find_unused_parameters = find_unused_parameters
-        self.local = local
-        self.compression = compression
-        self.engine, self.reduction = self._wrapped(module)
+    module: nn.Module
+    world: World
+    buckets: float | Literal["auto"] | None
+    reduce: Reduce | None
+    find_unused_parameters: bool
+    local: LocalGradientLog | None
+    compression: GradientCompression | None
+    tuner: BucketTuner | None = None
+    forwards: int = 0
+    last_backward: int = 0  # the number of the last forward that a backward went through
+    prepared: bool = False  # DDP did it in forward, for the next backward
+    backward: int = -1  # the number of the backward that was seen last
+    in_mid_step: tuple[int, int] | None = None  # the step, and the parameters' version in it
+    at: tuple[int, int] | None = None  # likewise at the last forward
+    outputs: dict[int, Any] = field(default_factory=dict)  # of the step's forwards, for DDP to find unused parameters
+
+    def __post_init__(self) -> None:
+        self.engine, self.reduction = self._wrapped(self.module)
         self.trained = self._trained()
-        self.tuner: BucketTuner | None = None
         self._restart_tuner()
-        self.forwards = 0
-        self.last_backward = 0  # the number of the last forward that a backward went through
-        self.prepared = False  # DDP did it in forward, for the next backward
-        self.backward = -1  # the number of the backward that was seen last
-        self.in_mid_step: tuple[int, int] | None = None  # the step, and the parameters' version in it
-        self.at: tuple[int, int] | None = None  # likewise at the last forward
-        self.outputs: dict[int, Any] = {}  # of the step's forwards, by number, for DDP to find unused parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trained = self._trained()
@@ -85,9 +77,13 @@ class DDPEngine:
         try:
             outputs = self.engine(*args, **kwargs)  # [1]
         except RuntimeError as error:
-            if "finished reduction in the prior iteration" in str(error):
-                raise ModelError(_unused(self.module)) from error
-            raise
+            if "finished reduction in the prior iteration" not in str(error):
+                raise
+            raise ModelError(
+                f"some parameters of {type(self.module).__name__} got no gradient in the backward before this forward, "
+                "so the ranks wait for them: use every output in the loss, or samestep.replicate(model, world, "
+                "find_unused_parameters=True)"
+            ) from error
         if self.find_unused_parameters:
             self.outputs[self.forwards] = outputs
         met = functools.partial(self._begin_backward, self.forwards)  # with the outputs it would keep them for ever
@@ -140,6 +136,7 @@ class DDPEngine:
         self, module: nn.Module, caps: Caps | None = None, *, is_equal: bool = False
     ) -> tuple[DistributedDataParallel, Reduction]:
         """Returns an engine, and how it adds. Collective."""
+        cap = None if self.buckets == "auto" else self.buckets
         engine = DistributedDataParallel(
             module,
             device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
@@ -148,7 +145,7 @@ class DDPEngine:
             find_unused_parameters=self.find_unused_parameters,
             init_sync=not is_equal,  # to send rank 0's parameters once more would hide that others differ
             **_WITHOUT_BUFFERS,
-            **({"bucket_cap_mb": self.buckets} if caps is None else ddp_argument(caps)),
+            **({"bucket_cap_mb": cap} if caps is None else ddp_argument(caps)),
         )
         return engine, install(engine, self.world.data, self.reduce, self.compression)
 
@@ -162,18 +159,13 @@ class DDPEngine:
     def _restart_tuner(self) -> None:
         if self.tuner is not None:
             self.tuner.close()
-        reason = reason_not_tunable(self.module) if self.tunes else None
         self.tuner = None
-        if self.tunes and reason is None:
+        if self.buckets != "auto":
+            return
+        if (reason := reason_not_tunable(self.module)) is None:
             build = functools.partial(self._wrapped, is_equal=True)
-            self.tuner = BucketTuner(
-                self.module,
-                self.world.data,
-                find_unused_parameters=self.find_unused_parameters,
-                build=build,
-                use=self._rebuild,
-            )
-        elif reason is not None and self.world.data.rank == 0:
+            self.tuner = BucketTuner(self.module, self.world.data, self.find_unused_parameters, build, self._rebuild)
+        elif self.world.data.rank == 0:
             warn(f"buckets='auto' leaves the default to {type(self.module).__name__}: {reason}")
 
     @property
@@ -188,10 +180,3 @@ class DDPEngine:
             self.compression.release()
         if self.tuner is not None:
             self.tuner.close()
-
-
-def _unused(module: nn.Module) -> str:
-    return (
-        f"some parameters of {type(module).__name__} got no gradient in the backward before this forward, so the ranks "
-        "wait for them: use every output in the loss, or samestep.replicate(model, world, find_unused_parameters=True)"
-    )

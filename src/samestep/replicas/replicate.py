@@ -97,7 +97,10 @@ class Replica(nn.Module):
             if not torch.is_grad_enabled() or not _needs_engine(self.world):
                 return self.module(*args, **kwargs)
             if not self._tried_empty and (later := self.world.step.empty_later) is not None:
-                self._try_empty(args, kwargs, *later)
+                # raises on all ranks, at the first step, what one of them would at the end of the epoch
+                self._tried_empty = True
+                if (refused := try_empty(self.module, args, kwargs, later[1], self.world.device)) is not None:
+                    raise EmptyBatchError(refusal(self.module, refused, later[0])) from refused
             synchronised = self._training_engine()
             if self.nonfinite is not None:
                 self.nonfinite.note_inputs(args, kwargs)
@@ -110,13 +113,6 @@ class Replica(nn.Module):
             if isinstance(error, ValueError) and _ONE_VALUE in str(error) and not isinstance(error, SamestepError):
                 raise DataError(self._too_few(str(error).rpartition("input size ")[2])) from error
             raise
-
-    def _try_empty(self, args: Any, kwargs: Any, why: str, samples: int) -> None:
-        """Raises on all ranks, at the first step, what one of them would at the end of the epoch."""
-        self._tried_empty = True
-        error = try_empty(self.module, args, kwargs, samples, self.world.device)
-        if error is not None:
-            raise EmptyBatchError(refusal(self.module, error, why)) from error
 
     def _too_few(self, shape: str) -> str:
         hint, each = self.world.step.small_batch_hint, "rank" if self.world.virtual is None else "virtual rank"
