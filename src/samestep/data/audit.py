@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -232,17 +232,15 @@ class _SavedState:
             if not bucket or self._replayable(parts[-1]) is not None or self._is_under_way(parts[-1]):
                 continue
             gone = sum(multiset_digest(np.array([skip.index])) for part in parts for skip in part.skipped)
-            if sum(part.tally for part in parts) + gone != self._order_tally(epoch, start, stop):
+            order, ends = self._order(epoch), [*range(start, stop, BLOCK), stop]
+            tally = sum(multiset_digest(order.take(*span)) for span in pairwise(ends))
+            if sum(part.tally for part in parts) + gone != tally:
                 yield f"epoch {epoch}: the samples of positions [{start}, {stop}) were not those of the order"
 
     def _is_under_way(self, segment: Segment) -> bool:
         """Whether a segment ends in mid-window, as only the last of a run does."""
         whole = segment.stop % self.window == 0 or segment.stop == self.size
         return bool(segment.bucket) and (segment.epoch, segment.stop) == self.now and not whole
-
-    def _order_tally(self, epoch: int, start: int, stop: int) -> int:
-        order = self._order(epoch)
-        return sum(multiset_digest(order.take(at, min(at + BLOCK, stop))) for at in range(start, stop, BLOCK))
 
     # --- words -----------------------------------------------------------------------------------
 
@@ -278,12 +276,10 @@ class _SavedState:
         batch_size = self.segments[-1].batch_size if self.segments else self.size
         return self.size - self.size % batch_size if self.drop_last else self.size
 
-    def _dropped(self) -> int:
-        ends = {epoch: max(part.stop for part in parts) for epoch, parts in groupby(self.segments, _epoch)}
-        return sum(self._size(epoch) - end for epoch, end in ends.items() if epoch < self.now[0])
-
     def _exceptions(self) -> str:
-        left = f" but for {dropped} left out by drop_last" if (dropped := self._dropped()) else ""
+        ends = {epoch: max(part.stop for part in parts) for epoch, parts in groupby(self.segments, _epoch)}
+        dropped = sum(self._size(epoch) - end for epoch, end in ends.items() if epoch < self.now[0])
+        left = f" but for {dropped} left out by drop_last" if dropped else ""
         skips = [(segment.epoch, skip) for segment in self.segments for skip in segment.skipped]
         if not skips:
             return left

@@ -188,7 +188,9 @@ class Shards:
     def _micro_batches(self, current: CurrentStep, batches: Iterator[Any]) -> Iterator[Any]:
         self._current = current
         try:
-            progress.add_work(self._work_of(current))
+            samples = sum(current.counts)
+            weight = samples if current.weights is None else sum(current.weights)
+            progress.add_work({"samples": samples, "weight": weight, "epoch": self._epoch})  # of this rank
             for number, batch in enumerate(batches):
                 current.micro = number
                 self.step_ends = current.step_ends
@@ -202,25 +204,16 @@ class Shards:
                 if self._world.virtual is not None:
                     self._world.virtual.enter(self._number, current.local_slice, self._epoch, current.step.start)
                 yield batch
-                if self._was_taken_over(current, over=self.step_ends):
+                # another step is open, or none though this one is not over
+                if self._current is not current if self._current is not None else not self.step_ends:
                     raise StepError("these shards were iterated elsewhere, or set to another position, in mid-step")
             self.finish_step()
         finally:
             self._leave()
 
-    def _was_taken_over(self, step: CurrentStep, *, over: bool) -> bool:
-        """Whether another step is open, or none though this one is not over."""
-        return self._current is not step if self._current is not None else not over
-
     def _tag(self, purpose: str, position: int) -> StepTag:
         by = 0 if self._balanced is None else self._balanced.digest(position)
         return StepTag(purpose, self._number, self._epoch, position, self._digest ^ by)
-
-    def _work_of(self, step: CurrentStep) -> dict[str, float]:
-        """This rank's part of a step, for the run's events."""
-        samples = sum(step.counts)
-        weight = samples if step.weights is None else sum(step.weights)
-        return {"samples": samples, "weight": weight, "epoch": self._epoch}
 
     def _mean_of(self, step: CurrentStep) -> StepLoss:
         def weigh(samples: Any) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -26,7 +25,7 @@ from samestep.errors import DataError
 from samestep.runtime.world import World
 
 
-class _UnboundedShards(Shards, ABC):
+class _UnboundedShards(Shards):
     """Shards that do not know how many steps an epoch has."""
 
     @property
@@ -47,9 +46,9 @@ class _UnboundedShards(Shards, ABC):
                 return
             yield current, batches
 
-    @abstractmethod
     def _parts(self) -> Iterator[StepPart]:
         """Yields this rank's part of one step after another, loaded, from the cursor on."""
+        raise NotImplementedError
 
 
 class UnknownLengthShards(_UnboundedShards):

@@ -92,10 +92,13 @@ def _wait_for_signals(numbers: set[signal.Signals], rank: int) -> None:
 
 def batches_of(loader: DataLoader[Any], order: Order, status: WorkerStatus | None) -> Iterator[Any]:
     """Yields what the loader loads; an error of ours from a worker loses the worker's traceback, not its line."""
-    iterator = iter(loader)
+    iterator: Any = iter(loader)
     try:
         if status is not None:
-            _watch(iterator, order, status)
+            # torch's handler of SIGCHLD forgets these workers, so that it raises nothing in mid-backward
+            signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]  # noqa: SLF001
+            iterator._worker_pids_set = False  # noqa: SLF001
+            iterator._try_get_data = _checking_get(weakref.ref(iterator), order, status)  # noqa: SLF001
         yield from iterator
     except SamestepError as error:
         text = str(error)
@@ -106,22 +109,15 @@ def batches_of(loader: DataLoader[Any], order: Order, status: WorkerStatus | Non
         raise type(error)(line) from error.with_traceback(None)
     finally:
         if loader.num_workers:  # an error that is kept keeps its frames, and these their workers
-            iterator._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001
-
-
-def _watch(iterator: Any, order: Order, status: WorkerStatus) -> None:
-    """Replaces torch's check of its workers by ours.
-
-    Torch's handler of SIGCHLD forgets these workers, so that it raises nothing in mid-backward; and the method that
-    waits for a batch, which the iterator calls until it has one, waits less long and checks first. It refers to the
-    iterator weakly: a cycle would keep the workers of an abandoned loop until the next garbage collection.
-    """
-    signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]  # noqa: SLF001
-    iterator._worker_pids_set = False  # noqa: SLF001
-    iterator._try_get_data = _checking_get(weakref.ref(iterator), order, status)  # noqa: SLF001
+            iterator._shutdown_workers()  # noqa: SLF001
 
 
 def _checking_get(reference: weakref.ref[Any], order: Order, status: WorkerStatus) -> Callable[..., tuple[bool, Any]]:
+    """Replaces the method that waits for a batch, which the iterator calls until it has one, by one that checks.
+
+    It refers to the iterator weakly: a cycle would keep the workers of an abandoned loop until the next collection.
+    """
+
     def try_get_data(timeout: float = _CHECK_INTERVAL_S) -> tuple[bool, Any]:  # noqa: ARG001  (torch's is 5 seconds)
         iterator = reference()
         assert iterator is not None
@@ -144,15 +140,13 @@ def _find_death(processes: list[Any], order: Order, status: WorkerStatus) -> str
     for worker, process in enumerate(processes):
         if process.sentinel in ended:
             process.join()
-            return _death_message(worker, process.pid, process.exitcode, _activity(order, status.read(worker)))
+            code, activity = process.exitcode, _activity(order, status.read(worker))
+            who = f"worker {worker} (process {process.pid})"
+            if code >= 0:
+                return f"{who} left with exit code {code} {activity}; workers=0 shows where"
+            hint = f"; {_HINTS[-code]}" if -code in _HINTS else ""
+            return f"{who} was killed by {signal_name(-code)} {activity}{hint}"
     return None
-
-
-def _death_message(worker: int, pid: int, code: int, activity: str) -> str:
-    if code >= 0:
-        return f"worker {worker} (process {pid}) left with exit code {code} {activity}; workers=0 shows where"
-    hint = f"; {_HINTS[-code]}" if -code in _HINTS else ""
-    return f"worker {worker} (process {pid}) was killed by {signal_name(-code)} {activity}{hint}"
 
 
 def _activity(order: Order, row: tuple[int, int, int]) -> str:
