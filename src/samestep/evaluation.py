@@ -96,19 +96,25 @@ def evaluate(
     With scikit-learn: `metrics={"auc": lambda o, t: roc_auc_score(t, o.softmax(1)[:, 1])}`.
     """
     length = _agreed_length(dataset, batch_size, world)
-    mine = _batches(length, batch_size, world)
+    step = StepPartition(0, length, tuple(_batches(length, batch_size, world)))
     _equalise_buffers(world)
+    settings = LoaderSettings(
+        workers=workers,
+        collate_fn=collate_fn,
+        pin_memory=world.device.type == "cuda",
+        # else torch draws from, and so moves, the global stream
+        worker_generator=lambda _: world.generator("evaluation"),
+        sample_seeds=SampleSeeds(derive_seed(world.seed or 0, "evaluation")),
+    )
 
     def outputs_and_targets() -> tuple[Tensor, Tensor]:
         with torch.no_grad(), _eval_mode(world.replicas):
-            batches = DevicePrefetcher(world.device).stream_through(
-                _loaded(dataset, length, mine, world, workers, collate_fn)
-            )
-            return _run(fn, batches, [stop - start for start, stop in mine])
+            loaded = Loader(dataset, settings, skip=False).read(SampleOrder(length, shuffle=False), [step])
+            batches = DevicePrefetcher(world.device).stream_through(part.batch for part in loaded)
+            return _run(fn, batches, [stop - start for start, stop in step.micro])
 
-    rows = exchange.run_on_all_ranks(world.data, outputs_and_targets)
-    outputs, targets = (_gather_rows(part, world) for part in rows)
-    return _measure(metrics, outputs, targets, world)
+    outputs, targets = exchange.run_on_all_ranks(world.data, outputs_and_targets)
+    return _measure(metrics, _gather_rows(outputs, world), _gather_rows(targets, world), world)
 
 
 # --- which rank takes which samples ----------------------------------------------------------
@@ -116,7 +122,15 @@ def evaluate(
 
 def _agreed_length(dataset: MapDataset, batch_size: int, world: World) -> int:
     def checked_length() -> int:
-        length = _length(dataset)
+        kind = type(dataset).__name__
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise DataError(f"cannot evaluate a {kind}: samples are shared out by number, so __getitem__ is needed")
+        try:
+            length = len(dataset)
+        except TypeError as error:
+            raise DataError(f"cannot evaluate a {kind} without a length: give it __len__") from error
+        if length == 0:
+            raise DataError(f"cannot evaluate an empty {kind}: it has 0 samples")
         if batch_size < 1:
             raise DataError(f"batch_size must be 1 or more, got {batch_size}")
         return length
@@ -129,19 +143,6 @@ def _agreed_length(dataset: MapDataset, batch_size: int, world: World) -> int:
     return length
 
 
-def _length(dataset: MapDataset) -> int:
-    kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise DataError(f"cannot evaluate a {kind}: samples are shared out by number, so __getitem__ is needed")
-    try:
-        length = len(dataset)
-    except TypeError as error:
-        raise DataError(f"cannot evaluate a {kind} without a length: give it __len__") from error
-    if length == 0:
-        raise DataError(f"cannot evaluate an empty {kind}: it has 0 samples")
-    return length
-
-
 def _batches(length: int, batch_size: int, world: World) -> list[tuple[int, int]]:
     """This rank's batches of samples [start, stop); those of virtual ranks are cut alike on any number of ranks."""
     slices, virtual = cut_evenly(length, world.slices), world.virtual
@@ -150,26 +151,6 @@ def _batches(length: int, batch_size: int, world: World) -> list[tuple[int, int]
     return [
         (at, min(at + most, stop)) for start, stop in slices[first : first + held] for at in range(start, stop, most)
     ]
-
-
-def _loaded(
-    dataset: MapDataset,
-    length: int,
-    batches: list[tuple[int, int]],
-    world: World,
-    workers: int,
-    collate_fn: Callable[[list[Any]], Any] | None,
-) -> Iterator[Any]:
-    settings = LoaderSettings(
-        workers=workers,
-        collate_fn=collate_fn,
-        pin_memory=world.device.type == "cuda",
-        # else torch draws from, and so moves, the global stream
-        worker_generator=lambda _: world.generator("evaluation"),
-        sample_seeds=SampleSeeds(derive_seed(world.seed or 0, "evaluation")),
-    )
-    order, step = SampleOrder(length, shuffle=False), StepPartition(0, length, tuple(batches))
-    return (part.batch for part in Loader(dataset, settings, skip=False).read(order, [step]))
 
 
 def _equalise_buffers(world: World) -> None:
@@ -199,9 +180,7 @@ def _eval_mode(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _run(
-    fn: Callable[[Any], tuple[Tensor, Tensor]],
-    batches: Iterator[Any],
-    sizes: Sequence[int],
+    fn: Callable[[Any], tuple[Tensor, Tensor]], batches: Iterator[Any], sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Returns outputs and targets of all batches; on a GPU the next one is copied there while `fn` computes."""
     rows = [_checked(fn(batch), samples) for batch, samples in zip(batches, sizes, strict=True)]

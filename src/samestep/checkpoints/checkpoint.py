@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
@@ -37,7 +38,7 @@ from samestep.checkpoints.extra_state import EXTRAS
 from samestep.checkpoints.interval import SaveInterval, SaveTimer, parse_interval
 from samestep.checkpoints.manifest import SCHEMA, Manifest, decode
 from samestep.checkpoints.pipeline_state import PipelineState
-from samestep.checkpoints.settings import Resume, differences, effective, settings_of, this_command
+from samestep.checkpoints.settings import Resume, command_line, differences, effective, settings_of
 from samestep.checkpoints.sharded_save import LocalShards
 from samestep.checkpoints.sharding import target_shardings
 from samestep.checkpoints.shutdown import GracefulShutdown
@@ -195,7 +196,7 @@ class Checkpoint:
         self._data = {name: thing for name, thing in named.items() if isinstance(thing, _Data)}
         self._positions: dict[str, Any] = {}  # in the data, at the last commit or at the start of the epoch's body
         self._in_epoch = False
-        self._command = this_command()
+        self._command = command_line(getattr(sys, "argv", []))  # an embedded interpreter may have none
         self._settings = settings_of(named)
         self._commits = _MissingCommitCheck(self._interval, named, has_data=bool(self._data))
         self._timer = SaveTimer(self._interval, world, reports=bool(self._data))
@@ -478,20 +479,10 @@ def _report_failed_save(world: World, result: SaveResult | None) -> None:
         sys.stderr.write(f"samestep: saving step {result.step} failed: {result.error}; training continues\n")
 
 
-class _FailedSave:
-    """A save of an unreferenced checkpoint that has failed; raised when the world closes."""
-
-    def __init__(self, world: World, result: SaveResult) -> None:
-        self._world, self._result = world, result
-
-    def release(self) -> None:
-        _raise_failed_save(self._world, self._result)
-
-
 def _close_unreferenced(world: World, store: CheckpointStore | None, shutdown: GracefulShutdown) -> None:
     shutdown.close()
     if store is None or threading.current_thread().name == THREAD:  # which cannot wait for its own end
         return
     result = store.close()
-    if result is not None and result.error is not None:
-        world.register(_FailedSave(world, result), keep_alive=True)
+    if result is not None and result.error is not None:  # which is raised when the world closes
+        world.register(SimpleNamespace(release=partial(_raise_failed_save, world, result)), keep_alive=True)

@@ -188,22 +188,24 @@ def _naming(damaged: list[str], count: int) -> str:
 # --- whole checkpoints ---------------------------------------------------------------------------------------
 
 
-def verify(folder: Path, *, digests: bool = True, progress: Callable[[int], None] | None = None) -> Manifest:
+def verify(folder: Path) -> Manifest:
     """Returns the manifest of a checkpoint of which every byte is as it was in memory when it was saved.
 
     Raises DamageError where something is missing, altered, added, or no checkpoint, and CheckpointError where it may
-    not be read. Without `digests` only names, sizes and headers are looked at. `progress` is called with the number of
-    bytes read, again and again.
+    not be read.
     """
     manifest = read_manifest(folder)
-    check(folder, manifest, digests=digests, progress=progress)
+    check(folder, manifest)
     return manifest
 
 
 def check(
     folder: Path, manifest: Manifest, *, digests: bool = True, progress: Callable[[int], None] | None = None
 ) -> None:
-    """Does what :func:`verify` does with a manifest that is read already."""
+    """Does what :func:`verify` does with a manifest that is read already.
+
+    Without `digests` only names, sizes and headers are looked at. `progress` is called as in :func:`check_payload`.
+    """
     if not folder.name.startswith(f"step-{manifest.step:08d}"):
         message = f"the folder is {folder.name}, its manifest is of step {manifest.step} ({MANIFEST})"
         raise DamageError(message, MANIFEST)
@@ -221,8 +223,14 @@ def check(
 
 def read_manifest(folder: Path) -> Manifest:
     """Returns the manifest in ``folder``, its own digest checked."""
-    with _damage_of(MANIFEST):
-        return from_text(_manifest_text(folder))
+    with _damage_of(MANIFEST), open_plain(folder, MANIFEST) as file:
+        if (size := os.fstat(file.fileno()).st_size) > LONGEST:
+            raise CheckpointError(f"{MANIFEST} has {size:,} bytes; none has more than {LONGEST:,}")
+        try:
+            text = file.read(LONGEST).decode("ascii")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{MANIFEST} is damaged: {error}") from error
+        return from_text(text)
 
 
 def latest_intact(directory: CheckpointDirectory) -> str | None:
@@ -263,13 +271,3 @@ def _damage_of(name: str) -> Iterator[None]:
         raise CheckpointError(f"{error.filename or name} may not be read: permission denied") from error
     except OSError as error:
         raise DamageError(f"{name} cannot be read: {os_error_text(error)}", name) from error
-
-
-def _manifest_text(folder: Path) -> str:
-    with open_plain(folder, MANIFEST) as file:
-        if (size := os.fstat(file.fileno()).st_size) > LONGEST:
-            raise CheckpointError(f"{MANIFEST} has {size:,} bytes; none has more than {LONGEST:,}")
-        try:
-            return file.read(LONGEST).decode("ascii")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{MANIFEST} is damaged: {error}") from error

@@ -18,8 +18,7 @@ import json
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -143,26 +142,18 @@ def from_text(text: str) -> Manifest:
 def _parse(text: str) -> dict[str, Any]:
     if problem := _too_much(text):
         raise CheckpointError(f"{MANIFEST} is refused: {problem}")
+    was_on = gc.isenabled()
+    gc.disable()  # the collector would look at every new list again and again; JSON has no cycles
     try:
-        with _no_garbage_collection():
-            entries = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse)
+        entries = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} is damaged: {str(error)[:200]}") from error
-    if not isinstance(entries, dict):
-        raise CheckpointError(f"{MANIFEST} is damaged: it is not a JSON object")
-    return entries
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """The collector would look at every new list again and again; JSON has no cycles."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
     finally:
         if was_on:
             gc.enable()
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{MANIFEST} is damaged: it is not a JSON object")
+    return entries
 
 
 def _too_much(text: str) -> str | None:

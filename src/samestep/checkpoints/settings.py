@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +63,6 @@ def command_line(words: Sequence[str]) -> list[str]:
             word = MASK
         shown.append(word[:_LONGEST_WORD])
     return shown
-
-
-def this_command() -> list[str]:
-    return command_line(getattr(sys, "argv", []))  # an embedded interpreter may have none
 
 
 def settings_of(named: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
