@@ -131,7 +131,6 @@ def _sync(path: Path) -> None:
 
 
 def _run_worker(request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-    """What the other process answers to `request`."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-W", "ignore", "-m", "samestep.checkpoints.convert_worker"],

@@ -221,7 +221,6 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def os_error_text(error: OSError) -> str:
-    """Returns in words why the operating system refused."""
     return _REASONS.get(error.errno or 0, f"{error.strerror or error}")
 
 

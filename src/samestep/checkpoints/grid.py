@@ -41,7 +41,6 @@ def boxes(grid: dict[str, Any]) -> list[Box]:
 
 
 def shape_of(grid: dict[str, Any], number: int) -> list[int]:
-    """Returns the shape of one box, without making the others."""
     shape = []
     for bounds in reversed(grid["bounds"]):
         if len(bounds) == 2:  # most dims; a stranger's manifest may have many of them

@@ -109,7 +109,6 @@ def size_of(folder: Path) -> int:
 
 
 def virtual_ranks(manifest: Manifest) -> int | None:
-    """Returns how many virtual ranks a checkpoint was saved with; None without any."""
     here: Any = manifest.extra
     for name in ("virtual", "ranks"):
         content = here.get("dict") if isinstance(here, dict) else None
@@ -118,7 +117,6 @@ def virtual_ranks(manifest: Manifest) -> int | None:
 
 
 def data_positions(manifest: Manifest) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the name and state of all data in a checkpoint."""
     for name, tree in manifest.state.items():
         content = tree.get("dict") if isinstance(tree, dict) else None
         if isinstance(content, dict) and content.keys() >= _OF_DATA:

@@ -100,7 +100,6 @@ _ENTRIES = {entry.name for entry in fields(Manifest)}
 
 
 def values_of(described: dict[str, Any]) -> int:
-    """Returns how many numbers the tensor has that an entry of `Manifest.tensors` describes."""
     return math.prod(described["shape"])
 
 

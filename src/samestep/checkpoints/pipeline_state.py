@@ -71,8 +71,6 @@ class PipelineState:
 
 @dataclass(frozen=True)
 class _PipelineOptimizer:
-    """An optimizer over the parameters of a pipeline."""
-
     pipeline: Pipeline
     local: list[list[str]]  # by group, the names of those that it has here, copies of shared weights as well
     full: list[list[str]]  # by group, of those that it has on all stages, in the model's order

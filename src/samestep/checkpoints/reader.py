@@ -85,7 +85,6 @@ class _OpenPayloads(ExitStack):
         return [Box((0,) * len(shape), tuple(shape))]
 
     def whole(self, name: str) -> Tensor:
-        """Returns a whole tensor, put together where it is in parts."""
         entry = self._manifest.tensors[name]
         if name not in self._manifest.parts:
             # safetensors maps the file into memory; a copy does not depend on the file any more.

@@ -157,7 +157,6 @@ class ShardedSave:
         self._saves = 0
 
     def plan(self, shards: LocalShards) -> dict[str, dict[str, Any]]:
-        """Returns the entries of `Manifest.parts`, equal on all ranks. Collective."""
         report = vars(shards.report)
         digest = hashlib.sha256(json.dumps(report).encode()).hexdigest() if shards.report.forms else ""
         known = all_gather_json(self._world.everyone, digest)

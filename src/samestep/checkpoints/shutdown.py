@@ -80,7 +80,6 @@ class GracefulShutdown:
 
     @property
     def should_stop(self) -> bool:
-        """Whether all ranks leave after the step that has just ended."""
         if not self._reports and self._world.size == 1 and (self._is_late or self.signal is not None):
             return True
         return "stop" in self._world.step.agreed
@@ -92,7 +91,6 @@ class GracefulShutdown:
 
     @property
     def reason(self) -> str:
-        """What rank 0 says of it."""
         by = "" if self.signal is None else f" by {signal.Signals(self.signal).name}"
         return "out of time" if self._is_late and not by else f"preempted{by}"
 

@@ -50,8 +50,6 @@ def check_names(named: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class ObjectState:
-    """The state of one named object."""
-
     # whether it fits another object, as JSON: its kind, and of an optimizer the shapes of its parameters by group
     about: dict[str, Any]
     content: Any  # its state dict, with the names of bare modules

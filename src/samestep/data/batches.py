@@ -90,7 +90,6 @@ class DevicePrefetcher:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def send(self, batch: Any) -> Any:
-        """Starts the copy of one batch."""
         if self.stream is None:
             return to_device(batch, self.device)
         with torch.cuda.stream(self.stream):

@@ -155,7 +155,6 @@ class CostBalancedOrder:
         self._step = functools.lru_cache(_KEPT)(self._sorted)
 
     def take(self, start: int, stop: int) -> Indices:
-        """Returns the samples at positions [start, stop) of one step."""
         first = start - (start - self._origin) % self._partitioner.batch_size
         return self._step(first)[start - first : stop - first]
 
@@ -205,7 +204,6 @@ class Buckets:
 
     @property
     def name(self) -> str:
-        """A digest of that, for the ledger."""
         return hashlib.blake2b(repr(self.state()).encode(), digest_size=4).hexdigest()
 
 

@@ -30,8 +30,6 @@ _WITHOUT_MEAN = (
 
 @dataclass
 class CurrentStep:
-    """The step that is being computed on this rank."""
-
     step: StepPartition  # its partition
     weight: float  # of the whole step, over all ranks
     counts: list[int]  # samples in each of this rank's micro-batches, those that were skipped not counted

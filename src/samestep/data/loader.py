@@ -94,8 +94,6 @@ def is_deterministic_dataset(dataset: Any) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Loaded:
-    """A host batch of a micro-batch."""
-
     batch: Any
     skipped: tuple[Skip, ...] = ()  # samples that it is without
     items: int = 0  # that its step has, or of a rank's own stream the batch; only streams say it
@@ -174,7 +172,6 @@ class Fetcher(Dataset[Any]):
         self._in_bulk = getattr(dataset, "__getitems__", None) if self._seeds is None else None
 
     def __getitems__(self, request: Request) -> Loaded:
-        """Loads one micro-batch; DataLoader calls it, once for each."""
         worker = get_worker_info()
         if worker is None:
             with preserve_rng(HOST) if self._draws else nullcontext():

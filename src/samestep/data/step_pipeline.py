@@ -67,8 +67,6 @@ class _Started:
 
 @dataclass(eq=False)
 class StepPipeline:
-    """The steps of a loader, one after another."""
-
     world: World
     batch_size: int  # samples of a step, over all ranks
     weigh: Callable[[Any], Any] | None  # the items in a batch that a loss is a mean over; None counts samples
@@ -82,7 +80,6 @@ class StepPipeline:
         self._prefetcher = DevicePrefetcher(self.world.input_device)
 
     def run(self, epoch: int, position: int, steps: Iterator[StepPartition], host: Iterator[Loaded]) -> Steps:
-        """Yields the steps of data of known length."""
         self._check_device()
         if self.weigh is None and self.skips is None:
             return self._straight(steps, host)

@@ -78,7 +78,6 @@ class BackwardProfile:
         return done
 
     def adding_s(self, layout: BucketLayout) -> float:
-        """Returns the seconds of all its all-reduces together."""
         return sum(self.link.seconds(nbytes) for nbytes in self.buckets(layout))
 
     def buckets(self, layout: BucketLayout) -> tuple[int, ...]:

@@ -251,7 +251,6 @@ class BucketTuner:
         return [median(found) if found else 0.0 for found in times]
 
     def _order(self, of_rank_0: list[int]) -> list[int]:
-        """The order in which gradients are put into buckets."""
         if self.find_unused_parameters:
             return list(range(len(self._sizes)))[::-1]
         return [*of_rank_0, *sorted(set(range(len(self._sizes))) - set(of_rank_0))]

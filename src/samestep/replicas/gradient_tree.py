@@ -33,8 +33,6 @@ FlatBuffers = list[Tensor]  # the flat parts, in the order of the layout's
 
 @dataclass
 class _Part:
-    """The parameters of one dtype, and where their gradients begin."""
-
     dtype: torch.dtype
     device: torch.device
     parameters: list[nn.Parameter] = field(default_factory=list)
@@ -47,7 +45,6 @@ class _Part:
         self.end += -(-parameter.numel() // ALIGNED) * ALIGNED
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The gradients in `flat`, strided as the parameters are."""
         return [
             flat[begin : begin + parameter.numel()].as_strided(
                 parameter.shape, _strides(parameter), flat.storage_offset() + begin
@@ -184,7 +181,6 @@ class TreeAllReduce:
         self._regions.clear()
 
     def leave(self) -> None:
-        """Tells the other ranks that this one brings nothing more."""
         self._regions.clear()
         if self._shared is not None:
             self._shared.counters.close()

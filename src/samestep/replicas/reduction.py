@@ -160,7 +160,6 @@ class SharedMemoryHook:
         return region
 
     def leave(self) -> None:
-        """Tells the ranks of this host that this one adds nothing more."""
         self._regions.clear()
         self._counters.close()
 

@@ -67,7 +67,6 @@ class StateItem:
         return isinstance(self.value, Tensor) and _on_device(self.value)
 
     def digest(self) -> int:
-        """Returns 64 bits of its value, type and shape."""
         if not isinstance(self.value, Tensor):
             return xxhash.xxh3_64_intdigest(repr(self.value).encode())
         if self.on_device:
@@ -188,8 +187,6 @@ RankDigests = Mapping[str, Sequence[Any]]  # by name: digest, and what kind of v
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is not alike on all ranks."""
-
     name: str  # of the tensor or number
     source: int  # the position of the rank whose version a repair sends to all
     others: tuple[int, ...]  # the positions of those that hold another version than it
@@ -199,7 +196,6 @@ class Difference:
 
 
 def differences(digests: Sequence[RankDigests]) -> list[Difference]:
-    """Returns what is not alike, numbers first."""
     return sorted(_differences(digests), key=lambda one: not one.is_number)
 
 

@@ -164,7 +164,6 @@ class SliceBuffers:
         self._load_slice(place)
 
     def leave(self, place: int) -> None:
-        """Keeps what the slice has changed."""
         now = self._versions()
         for name, buffer in self._module.named_buffers():
             if not self._is_unchanged(name, now[name]):

@@ -35,8 +35,6 @@ _files: list[Path] = []  # in which rank 0 has published its address; of no use 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """A rank's number, and how it finds the others."""
-
     rank: int
     size: int
     # "tcp" (`host` and `port`), "file" (a FileStore at `path`), or "published": rank 0 publishes its address in the

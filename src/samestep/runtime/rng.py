@@ -22,7 +22,6 @@ HOST = torch.device("cpu")
 
 
 def seed_everything(seed: int, *names: str | int) -> None:
-    """Seeds Python's, NumPy's and torch's global generators with the stream of these names."""
     value = derive_seed(seed, *names)
     seed_device(value, HOST)
     torch.manual_seed(value)  # every CUDA device too, lazily
@@ -42,7 +41,6 @@ def seed_device(value: int, device: torch.device) -> None:
 
 
 def generator(seed: int, *names: str | int, device: torch.device | str = "cpu") -> torch.Generator:
-    """Returns a torch generator on the stream of these names."""
     return torch.Generator(device=device).manual_seed(derive_seed(seed, *names))
 
 

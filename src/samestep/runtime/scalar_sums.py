@@ -78,7 +78,6 @@ class StepTag:
         return (_PURPOSES.index(self.purpose), self.loader, self.epoch, self.position, self.settings)
 
     def difference(self, other: StepTag, rank: int, other_rank: int) -> str:
-        """Returns a sentence on how `other_rank` differs from `rank`."""
         if self.loader == other.loader and self.settings != other.settings:
             return (
                 f"ranks {rank} and {other_rank} use different settings for shards {self.loader}: the length of the "

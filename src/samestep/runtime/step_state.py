@@ -30,8 +30,6 @@ class StepLoss:
 
 @dataclass
 class StepState:
-    """The state of the step that this rank is in."""
-
     # what all ranks do at the end of the last finished step, until it is done; equal on every rank
     agreed: frozenset[str] = frozenset()
     requests_enabled: bool = False  # whether requests are sent with the report of a step, which is then twice as long

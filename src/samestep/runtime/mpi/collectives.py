@@ -104,7 +104,6 @@ class Collectives:
         return dict(enumerate(rows.view(self._size, -1)))
 
     def reduce_scatter(self, mine: Tensor, parts: Sequence[Tensor], op: str) -> None:
-        """Fills `mine` with the sum of the ranks' parts for this rank; parts may differ in length."""
         if all(part.numel() == mine.numel() for part in parts) and fits_one_message(mine):
             rows = widened(torch.cat([part.reshape(-1) for part in parts]))
             into = torch.empty(mine.numel(), dtype=rows.dtype)
@@ -151,7 +150,6 @@ class Collectives:
         return [memory_of(self._mpi, tensor), count, getattr(self._mpi, NAMES[tensor.dtype])]
 
     def _bytes(self, tensor: Tensor, each: int | None = None) -> list[Any]:
-        """A buffer of bytes; `each` is how many of them are one rank's."""
         return [memory_of(self._mpi, tensor), tensor.nbytes if each is None else each, self._mpi.BYTE]
 
 

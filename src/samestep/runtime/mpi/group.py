@@ -135,7 +135,6 @@ class MpiGroup(dist.ProcessGroup):
 
     @_routed
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        """Adds tensors over the ranks, in place. Collective."""
         op = _operation(opts)
         return self._in_place(
             "all_reduce", lambda collectives, each: collectives.all_reduce(each, op), tensors, opts, op
@@ -145,13 +144,11 @@ class MpiGroup(dist.ProcessGroup):
 
     @_routed
     def reduce(self, tensors: Any, opts: Any) -> Any:
-        """Adds a tensor over the ranks, in place on the root. Collective."""
         op, root = _operation(opts), opts.rootRank
         return self._in_place("reduce", lambda collectives, each: collectives.reduce(each, op, root), tensors, opts, op)
 
     @_routed
     def reduce_scatter(self, into: Any, tensors: Any, opts: Any = None) -> Any:
-        """Gives each rank the sum of the ranks' parts for it. Collective."""
         op = _operation(opts)
 
         def run(collectives: Collectives) -> None:
@@ -163,12 +160,10 @@ class MpiGroup(dist.ProcessGroup):
 
     @_routed
     def reduce_scatter_single(self, into: Tensor, tensor: Tensor, opts: Any = None) -> Any:
-        """The same of one tensor that holds all ranks' parts."""
         return self.reduce_scatter([into], [equal_parts(tensor, self.size())], opts)
 
     @_routed
     def reduce_scatter_single_coalesced(self, into: Any, tensors: Any, opts: Any = None) -> Any:
-        """The same of several tensors."""
         return self.reduce_scatter(into, [equal_parts(tensor, self.size()) for tensor in tensors], opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -178,14 +173,11 @@ class MpiGroup(dist.ProcessGroup):
 
     @_routed
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        """Gives all ranks what one has. Collective."""
         root = 0 if opts is None else opts.rootRank
         return self._in_place("broadcast", lambda collectives, each: collectives.broadcast(each, root), tensors, opts)
 
     @_routed
     def allgather(self, into: Any, tensors: Any, opts: Any = None) -> Any:
-        """Gives all ranks what each has; tensors may differ in length. Collective."""
-
         def run(collectives: Collectives) -> None:
             for rows, mine in zip(into, tensors, strict=True):
                 collectives.all_gather_each(rows, mine)
@@ -194,13 +186,10 @@ class MpiGroup(dist.ProcessGroup):
 
     @_routed
     def all_gather_single(self, into: Tensor, tensor: Tensor, opts: Any = None) -> Any:
-        """The same into one tensor that holds all ranks' parts."""
         return self.all_gather_single_coalesced([into], [tensor], opts)
 
     @_routed
     def all_gather_single_coalesced(self, into: Any, tensors: Any, opts: Any = None) -> Any:
-        """The same of several tensors."""
-
         def run(collectives: Collectives) -> None:
             for rows, mine in zip(into, tensors, strict=True):
                 with on_host(rows) as (values,):
@@ -217,7 +206,6 @@ class MpiGroup(dist.ProcessGroup):
 
     @_routed
     def gather(self, into: Any, tensors: Any, opts: Any) -> Any:
-        """Gives the root what each has. Collective."""
         root, mine = opts.rootRank, tensors[0]
 
         def run(collectives: Collectives) -> None:
@@ -232,7 +220,6 @@ class MpiGroup(dist.ProcessGroup):
 
     @_routed
     def scatter(self, into: Any, tensors: Any, opts: Any) -> Any:
-        """Gives each rank its part of what the root has. Collective."""
         root, mine = opts.rootRank, into[0]
 
         def run(collectives: Collectives) -> None:
@@ -244,8 +231,6 @@ class MpiGroup(dist.ProcessGroup):
 
     @_routed
     def alltoall(self, into: Any, tensors: Any, opts: Any = None) -> Any:
-        """Gives each rank its part of what every rank has; parts may differ in length. Collective."""
-
         def run(collectives: Collectives) -> None:
             with on_host(*into) as values:
                 collectives.exchange(dict(enumerate(map(to_host, tensors))), dict(enumerate(values)))
@@ -256,8 +241,6 @@ class MpiGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, into: Tensor, tensor: Tensor, into_splits: Any = None, splits: Any = None, opts: Any = None
     ) -> Any:
-        """The same of one tensor cut along dim 0, evenly or as told."""
-
         def run(collectives: Collectives) -> None:
             sent = split_rows(to_host(tensor), splits, self.size())
             with on_host(into) as (values,):
@@ -284,7 +267,6 @@ class MpiGroup(dist.ProcessGroup):
 
     @_routed
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Message:
-        """Receives a tensor from whichever rank sends one."""
         return self._messages(tensors).receive_any(tensors[0], tag)
 
     def _messages(self, tensors: Sequence[Tensor]) -> PointToPoint:
@@ -391,7 +373,6 @@ class MpiGroup(dist.ProcessGroup):
 
 
 def _operation(opts: Any) -> str:
-    """Returns the name of the operation: "sum", "avg", ..."""
     return "sum" if opts is None else str(opts.reduceOp.op.name).lower()
 
 

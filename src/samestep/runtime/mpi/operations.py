@@ -144,7 +144,6 @@ class Poller:
         self._lock = threading.Lock()
 
     def add(self, item: Any) -> None:
-        """Calls `item.poll()` until it returns True."""
         with self._lock:
             self._items.append(item)
             if self._thread is None:
@@ -221,7 +220,6 @@ class PointToPoint:
         return self._post(message, [])
 
     def close(self) -> None:
-        """Ends the thread of the callbacks when it has run them."""
         self._callbacks.close()
 
     def _message(self, event: str, whom: str, tensor: Tensor, needed: Mapping[int, tuple[str, int]]) -> Message:

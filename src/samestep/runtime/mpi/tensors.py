@@ -70,7 +70,6 @@ def widened(tensor: Tensor) -> Tensor:
 
 
 def operation(mpi: Any, op: str, dtype: torch.dtype) -> Any:
-    """Returns MPI's operation; an average is a sum until it is divided."""
     return getattr(mpi, OF_BOOL[op] if dtype is torch.bool else OPERATIONS[op])
 
 

@@ -162,13 +162,11 @@ class SamestepGroup(dist.ProcessGroup):
         return "samestep"
 
     def allreduce(self, tensors: Any, opts: Any = None, **named: Any) -> Any:  # type: ignore[override]
-        """Adds a tensor over the ranks, in place. Collective."""
         if len(tensors) > 1:  # gloo would add the tensors of a list to each other
             return self.gloo.allreduce(*_given(tensors, opts), **named)
         return self._all_reduce(self.gloo.allreduce, tensors, opts, **named)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        """Adds several tensors over the ranks, in place. Collective."""
         return self._all_reduce(self.gloo.allreduce_coalesced, tensors, opts)
 
     def _all_reduce(self, by_gloo: Callable[..., Any], tensors: Any, opts: Any, **named: Any) -> Any:
@@ -178,21 +176,18 @@ class SamestepGroup(dist.ProcessGroup):
         return self._issue(lambda collectives: collectives.all_reduce(tensors, op), tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, **named: Any) -> Any:  # type: ignore[override]
-        """Sends a tensor of one rank to all. Collective."""
         if not isinstance(opts, dist.BroadcastOptions) or not self._plans("broadcast", tensors):
             return self.gloo.broadcast(*_given(tensors, opts), **named)
         tensor, root = tensors[0], opts.rootRank
         return self._issue(lambda collectives: collectives.broadcast(tensor, root), tensors, opts)
 
     def allgather(self, into: Any, tensors: Any, opts: Any = None, **named: Any) -> Any:  # type: ignore[override]
-        """Sends a tensor of each rank to all. Collective."""
         if not self._plans("all_gather", tensors) or not _same_kind(into[0], tensors[0]):
             return self.gloo.allgather(*_given(into, tensors, opts), **named)
         rows, tensor = into[0], tensors[0]
         return self._issue(lambda collectives: collectives.all_gather(rows, tensor), rows, opts)
 
     def reduce_scatter(self, into: Any, tensors: Any, opts: Any = None, **named: Any) -> Any:  # type: ignore[override]
-        """Gives each rank the sum of the ranks' parts for it. Collective."""
         serves = isinstance(opts, dist.ReduceScatterOptions) and self._serves("reduce_scatter", into, opts)
         if not serves or not _same_kind(tensors[0], into[0]):
             return self.gloo.reduce_scatter(*_given(into, tensors, opts), **named)

@@ -46,8 +46,6 @@ _ANNOUNCEMENT = struct.Struct("=qqhh")  # number, elements, operation, dtype
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """A rank among those of its group."""
-
     rank: int  # its position in the group
     names: tuple[int, ...]  # the ranks' numbers in the world
     host_map: HostMap  # which ranks share a host
