@@ -17,7 +17,7 @@ import samestep
 from ports import free_port
 from samestep.errors import UsageError
 from samestep.reporting.run_log import Run, open_run
-from samestep.runtime.metric_log import MetricLog
+from samestep.runtime.world import MetricLog
 
 SCRIPT = """
     import samestep, sys, torch
@@ -123,7 +123,7 @@ def test_what_is_no_number_is_refused_by_its_name(value: object, shown: str) -> 
 
 
 def test_without_tensorboard_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("samestep.runtime.metric_log.find_spec", lambda _: None)
+    monkeypatch.setattr("samestep.runtime.world.find_spec", lambda _: None)
     for writes in (True, False):
         with pytest.raises(UsageError, match=r"pip install 'samestep\[track\]'"):
             MetricLog(tmp_path, writes=writes)

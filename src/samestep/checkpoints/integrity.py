@@ -47,17 +47,12 @@ Entries = Mapping[str, Mapping[str, Any]]  # name of a tensor -> {"dtype", "shap
 
 
 class DamageError(CheckpointError):
-    """A checkpoint is not what was saved.
-
-    Attributes:
-        file: the file that is damaged, missing, or should not be there; None where it is the folder.
-        tensors: the tensors in it that are damaged, where that is known.
-    """
+    """A checkpoint is not what was saved."""
 
     def __init__(self, message: str, file: str | None = None, tensors: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.file = file
-        self.tensors = tensors
+        self.file = file  # that is damaged, missing, or should not be there; None where it is the folder
+        self.tensors = tensors  # that are damaged in it, where that is known
 
 
 class ForeignError(DamageError):

@@ -35,19 +35,12 @@ BucketLayout = tuple[int, ...]  # where the buckets end, in gradients; the last 
 
 @dataclass(frozen=True)
 class BackwardProfile:
-    """A backward, and what it takes to add its gradients.
+    """A backward, and what it takes to add its gradients."""
 
-    Attributes:
-        sizes: bytes of the gradients, each above 0, in the order in which they are put into buckets.
-        ready_s: when each is ready on all ranks, in seconds from the start of the backward.
-        link: what an all-reduce takes, whatever it consists of.
-        beside: all-reduces run beside the backward; else in its thread.
-    """
-
-    sizes: tuple[int, ...]
-    ready_s: tuple[float, ...]
-    link: Link
-    beside: bool = True
+    sizes: tuple[int, ...]  # bytes of the gradients, each above 0, in the order in which they are put into buckets
+    ready_s: tuple[float, ...]  # when each is ready on all ranks, in seconds from the start of the backward
+    link: Link  # what an all-reduce takes, whatever it consists of
+    beside: bool = True  # all-reduces run beside the backward; else in its thread
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _gates: tuple[float, ...] = field(init=False, repr=False, compare=False)
 

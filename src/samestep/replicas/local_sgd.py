@@ -29,19 +29,14 @@ from samestep.runtime.world import World
 
 
 class LocalSGDEngine:
-    """The engine of a replica whose ranks step separately.
-
-    Attributes:
-        every: steps between two averages.
-        since: steps since the ranks were equal.
-        averages: how often they were averaged.
-    """
+    """The engine of a replica whose ranks step separately."""
 
     def __init__(self, module: nn.Module, world: World, every: int) -> None:
         self.module = module
         self.world = world
-        self.every = every
-        self.since = self.averages = 0
+        self.every = every  # steps between two averages
+        self.since = 0  # steps since the ranks were equal
+        self.averages = 0  # how often they were averaged
         self._equal = self._state_equal = True
         self._steps = ModelStepCounter(keeps=True)
         add_step_listener(self)

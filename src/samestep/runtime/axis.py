@@ -14,15 +14,10 @@ from samestep.runtime.scalar_sums import PendingSum, SharedScalars, StepTag, sta
 
 @dataclass(frozen=True)
 class HostMap:
-    """The ranks of an axis, host by host.
+    """The ranks of an axis, host by host."""
 
-    Attributes:
-        hosts: for each host, the positions on the axis of the ranks that can see each other's processes, in order.
-        processes: the process number of each position.
-    """
-
-    hosts: tuple[tuple[int, ...], ...]
-    processes: tuple[int, ...]
+    hosts: tuple[tuple[int, ...], ...]  # the positions of the ranks that can see each other's processes, in order
+    processes: tuple[int, ...]  # the process number of each position
 
     @property
     def is_one_host(self) -> bool:

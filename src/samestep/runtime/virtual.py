@@ -8,6 +8,7 @@ Between the steps every rank draws from the same streams, which go on as if ther
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,36 +19,28 @@ from samestep.seeding import derive_seed
 from samestep.topology import is_power_of_two
 
 
+@dataclass(eq=False)
 class VirtualRanks:
-    """The slices that this rank computes, and which of them is under way.
+    """The slices that this rank computes, and which of them is under way."""
 
-    Args:
-        count: slices of a step, over all ranks: a power of two.
-        rank: this rank's position on the data axis.
-        ranks: the length of the data axis, which must divide `count`.
-        seed: of the run.
-        device: the rank's.
+    count: int  # slices of a step, over all ranks: a power of two
+    rank: int  # this rank's position on the data axis
+    ranks: int  # the length of the data axis, which must divide `count`
+    seed: int  # of the run
+    device: torch.device
+    current: int | None = None  # the slice under way, among those of this rank; None between steps
+    _listeners: list[weakref.ref[Any]] = field(default_factory=list)
+    _inside: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by loader: its slice, and where in its data
+    _outside: rng.RngState | None = None
 
-    Attributes:
-        local_count: slices computed here; they are `first` and those that follow it.
-        current: the slice under way, among those of this rank; None between steps.
-    """
-
-    def __init__(self, count: int, rank: int, ranks: int, *, seed: int, device: torch.device) -> None:
-        if not is_power_of_two(count) or count % ranks:
+    def __post_init__(self) -> None:
+        if not is_power_of_two(self.count) or self.count % self.ranks:
             raise UsageError(
-                f"virtual_ranks={count} on {ranks} ranks: it must be a power of two that the ranks divide evenly, such "
-                f"as {max(4, 1 << (ranks - 1).bit_length())} on 1, 2 or 4 ranks"
+                f"virtual_ranks={self.count} on {self.ranks} ranks: it must be a power of two that the ranks divide "
+                f"evenly, such as {max(4, 1 << (self.ranks - 1).bit_length())} on 1, 2 or 4 ranks"
             )
-        self.count = count
-        self.local_count = count // ranks
-        self.first = rank * self.local_count
-        self.current: int | None = None
-        self._seed = seed
-        self._device = device
-        self._listeners: list[weakref.ref[Any]] = []
-        self._inside: dict[int, tuple[int, ...]] = {}  # by loader: the slice that it yields, and where in its data
-        self._outside: rng.RngState | None = None
+        self.local_count = self.count // self.ranks  # slices computed here: `first` and those that follow it
+        self.first = self.rank * self.local_count
 
     def add_listener(self, listener: Any) -> None:
         """Calls `begin_slice` and `end_slice` with the place among the slices of this rank, as long as it lives."""
@@ -72,8 +65,8 @@ class VirtualRanks:
             self._end()
 
     def _begin(self, place: int, *names: int) -> None:
-        self._outside = rng.RngState.capture(self._device)
-        rng.seed_device(derive_seed(self._seed, "slice", self.first + place, *names), self._device)
+        self._outside = rng.RngState.capture(self.device)
+        rng.seed_device(derive_seed(self.seed, "slice", self.first + place, *names), self.device)
         self.current = place
         for listener in self._living():
             listener.begin_slice(place)

@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
+import socket
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
 
-from samestep import rankenv
+from samestep import events, progress, rankenv
 from samestep.errors import RankVariablesError, RendezvousError, UsageError
-from samestep.launch.rank import control
+from samestep.launch.rank import control, progress_notes
 from samestep.launch.rank.excepthook import end_in_one_line
+from samestep.launch.rank.observers import RankContext
+from samestep.launch.rank.timeline import Timeline
+from samestep.paths import RunDirectory
 from samestep.runtime import rng
 from samestep.runtime.axis import Axis
 from samestep.runtime.membership import Membership, join_alone, join_ranks, use_existing_group
-from samestep.runtime.metric_log import MetricLog, start_event_log
 from samestep.runtime.step_state import StepState
 from samestep.runtime.virtual import VirtualRanks
 
@@ -88,7 +93,7 @@ class World(Membership):
         if self.pipeline.size > 1:
             raise UsageError("virtual_ranks and pipeline cannot be had together: the stages of a pipeline do not move")
         self.data.tree_sums = True
-        return VirtualRanks(count, self.data.rank, self.data.size, seed=self.seed or 0, device=self.device)
+        return VirtualRanks(count, self.data.rank, self.data.size, self.seed or 0, self.device)
 
     @property
     def slices(self) -> int:
@@ -344,3 +349,57 @@ def _is_alone(init_method: str | None, env: rankenv.RankVariables | None, rank: 
     if rank is not None or size is not None:
         return size == 1
     return env is None or env.size == 1
+
+
+# --- numbers that a script logs, and the events of a rank that another launcher has started -----------------------
+
+
+def start_event_log(folder: Path | None, rank: int, size: int) -> Timeline | None:
+    """Starts to write events to the run directory `folder`, unless a launcher does; the caller ends it."""
+    if folder is None or events.is_attached() or rankenv.variable("SAMESTEP_RUN_DIR") is not None:
+        return None
+    if not progress.is_attached():
+        progress.attach(progress.create())
+        os.register_at_fork(after_in_child=progress.detach)
+        progress_notes.begin()
+    os.register_at_fork(after_in_child=events.detach)
+    attempt = int(rankenv.variable("TORCHELASTIC_RESTART_COUNT") or 0)
+    timeline = Timeline()
+    timeline.begin(RankContext(rank=rank, size=size, folder=RunDirectory(folder).logs(socket.gethostname(), attempt)))
+    return timeline
+
+
+class MetricLog:
+    """Writes what `World.log` is given."""
+
+    def __init__(self, tensorboard: str | Path | None, *, writes: bool) -> None:
+        self._calls = 0
+        self._writer: Any = None
+        if tensorboard is not None and find_spec("tensorboard") is None:
+            raise UsageError("world(tensorboard=…) needs tensorboard: pip install 'samestep[track]'")
+        if tensorboard is not None and writes:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(tensorboard))
+
+    def log(self, values: dict[str, Any]) -> None:
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        self._calls += 1
+        progress.log_values({name: value if value - value == 0 else str(value) for name, value in numbers.items()})
+        if self._writer is not None:
+            for name, number in numbers.items():
+                self._writer.add_scalar(name, number, progress.finished_steps() or self._calls)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            with contextlib.suppress(OSError):  # a full disk ends no training
+                self._writer.close()
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value.detach() if hasattr(value, "detach") else value)  # torch warns of a loss with its graph
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        shape = getattr(value, "shape", None)
+        given = f"a {type(value).__name__}" + ("" if shape is None else f" of shape {tuple(shape)}")
+        raise UsageError(f"log({name}=…) takes a number or a tensor of one element, not {given}") from error

@@ -64,15 +64,8 @@ def _device(given: Any) -> str:
 class MpiGroup(dist.ProcessGroup):
     """A process group over MPI; made by torch.distributed, on every rank of the group.
 
-    Args:
-        mpi: the library.
-        names: the members' numbers in the world, in the group's order.
-        timeout_s: how long a collective may take.
-        options: {"waiting": "blocking" or "polling"}, or None: what suits this host's cores.
-        others: by kind of device, what serves its tensors instead.
-
-    Raises:
-        UsageError: an option is unknown.
+    `names` are the members' numbers in the world, in the group's order. `options` are {"waiting": "blocking" or
+    "polling"}, or None for what suits this host's cores; `others` are by kind of device what serves its tensors.
     """
 
     supports_coalescing = supports_splitting = False  # torch asks a group for its backend, and that for these
@@ -82,12 +75,12 @@ class MpiGroup(dist.ProcessGroup):
         mpi: Any,
         names: Sequence[int],
         timeout_s: float,
-        options: Mapping[str, str] | None = None,
-        others: Mapping[str, dist.ProcessGroup] | None = None,
+        options: Mapping[str, str] | None,
+        others: dict[str, dist.ProcessGroup],
     ) -> None:
         world = mpi.COMM_WORLD
         super().__init__(names.index(world.rank), len(names))  # type: ignore[call-arg]  # the only form for a subclass
-        self.others = dict(others or {})
+        self.others = others
         self._name = self._description = ""
         self._mpi = mpi
         self._names = tuple(names)
@@ -292,13 +285,7 @@ class MpiGroup(dist.ProcessGroup):
     ) -> PendingWork:
         """Runs a collective after all that was issued before on this queue.
 
-        Args:
-            what: its name.
-            call: runs it.
-            tensors: that hold the result.
-            opts: torch.distributed's.
-            op: of a reduction.
-            given: this rank's input, where that is not `tensors`.
+        `tensors` hold the result, `op` is that of a reduction, `given` this rank's input, where that is not `tensors`.
         """
         for tensor in tensors if op is not None else ():
             check_reducible(tensor, str(op))

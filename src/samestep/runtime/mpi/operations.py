@@ -249,24 +249,18 @@ class PointToPoint:
 
 
 class Message(PendingWork):
-    """One message under way; with `receives` its values are copied into the tensor at the end.
-
-    Attributes:
-        values: what MPI reads or writes.
-        requests: MPI's.
-        post_rest: posts the other pieces when the first has come, and returns None until then; for any source.
-        source: the rank that sent it, by its number in the world; -1 until it is known.
-    """
+    """One message under way; with `receives` its values are copied into the tensor at the end."""
 
     def __init__(
         self, tensor: Tensor, waiting: Waiting, callbacks: WorkerThread, *, receives: bool, event: str
     ) -> None:
         super().__init__([tensor], callbacks)
-        self.source = -1
-        self.requests: list[Any] = []
+        self.source = -1  # the rank that sent it, by its number in the world, once it is known
+        self.requests: list[Any] = []  # MPI's
+        # for any source: posts the other pieces when the first has come, and returns None until then
         self.post_rest: Callable[[], list[Any] | None] | None = None
         self._end_event = begin_event(event, [tensor])
-        self.values = to_host(tensor)
+        self.values = to_host(tensor)  # what MPI reads or writes
         self._waiting = waiting
         self._receives = receives
         self._polling = threading.Lock()

@@ -122,14 +122,9 @@ def _by_gloo(name: str) -> Callable[..., Any]:
 
 
 class SamestepGroup(dist.ProcessGroup):
-    """A process group; made by torch.distributed, on every rank of the group.
+    """A process group; made by torch.distributed, which gives it its `settings`, on every rank of the group.
 
-    Args:
-        settings: rank, size, store, timeout and name, from torch.distributed.
-        options: {"algorithm": how the names of its plans begin, or "cheapest"}, or None.
-
-    Raises:
-        UsageError: an option, or the algorithm, is unknown.
+    `options` are {"algorithm": how the names of its plans begin, or "cheapest"}, or None.
     """
 
     def __init__(self, settings: Any, options: Mapping[str, str] | None = None) -> None:
