@@ -86,7 +86,13 @@ class CheckpointStore:
     def read(self, name: str, targets: Targets) -> tuple[Manifest, dict[str, Tensor]]:
         """Returns the manifest and the tensors of checkpoint ``name``; see :func:`read_tensors` for the targets."""
         folder = self.path / name
-        manifest = self.run_on_all(lambda: _manifest(folder))
+
+        def visible() -> Manifest:
+            if not folder.is_dir():
+                raise CheckpointError(f"{folder} is not visible here; all ranks need one and the same directory")
+            return read_manifest(folder)
+
+        manifest = self.run_on_all(visible)
         return manifest, self.run_on_all(lambda: read_tensors(folder, manifest, targets(manifest)))
 
     def start_save(self, manifest: Manifest, shards: LocalShards, retention: RetentionPolicy) -> SaveResult | None:
@@ -156,12 +162,6 @@ class CheckpointStore:
         if self._directory is not None:
             self._directory.close()
         return result
-
-
-def _manifest(folder: Path) -> Manifest:
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not visible here; all ranks need one and the same directory")
-    return read_manifest(folder)
 
 
 def _latest(directory: CheckpointDirectory) -> tuple[str | None, str]:

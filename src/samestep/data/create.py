@@ -118,7 +118,10 @@ def shards(
     )
     if kind == "indexed":
         loader = Loader(dataset, settings, skip=on_bad_sample == "skip")
-        costs, buckets = _costs(cost, bucket, partitioner)
+        if cost is None and bucket is not None:
+            raise DataError(f"bucket={bucket} needs cost=: what each sample costs, such as its length")
+        costs = None if cost is None else Costs(cost, total)
+        buckets = None if costs is None or bucket is None else Buckets(costs, bucket, batch_size, partitioner.end)
         shuffled = shuffle is None or shuffle
         return Shards(
             loader, partitioner, world, seed=seed, shuffle=shuffled, weigh=weight, costs=costs, buckets=buckets
@@ -147,15 +150,6 @@ def _check_stream(
         raise DataError(f'{name} can only be iterated, and is over when it raises: on_bad_sample="skip" cannot go on')
     if kind in {"own", "stateful"} and world.virtual is not None:
         raise DataError(f"{name} splits itself by rank: virtual ranks need data that shards can split")
-
-
-def _costs(cost: Any, bucket: int | None, partitioner: StepPartitioner) -> tuple[Costs | None, Buckets | None]:
-    if cost is None:
-        if bucket is not None:
-            raise DataError(f"bucket={bucket} needs cost=: what each sample costs, such as its length")
-        return None, None
-    costs = Costs(cost, partitioner.total)
-    return costs, None if bucket is None else Buckets(costs, bucket, partitioner.batch_size, partitioner.end)
 
 
 def _check_sizes(batch_size: int, micro_batch_size: int | None, workers: int, world: World) -> None:

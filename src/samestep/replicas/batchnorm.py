@@ -130,7 +130,9 @@ class _Normalise(torch.autograd.Function):
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
             scale = (var + ctx.eps).rsqrt() if weight is None else weight.to(var) * (var + ctx.eps).rsqrt()
-            mean_dy, mean_dy_xhat = _global_means(sum_dy, sum_dy_xhat, ctx.count, ctx.axis)
+            rows = gather_rows(torch.cat([sum_dy, sum_dy_xhat]).double(), ctx.axis)
+            means = torch.stack(rows).sum(0) / max(ctx.count, 1)
+            mean_dy, mean_dy_xhat = means.to(sum_dy.dtype).tensor_split(2)
             dx = torch.addcmul(dy, xhat, per_channel(mean_dy_xhat, x), value=-1)
             dx = dx.sub_(per_channel(mean_dy, x)).mul_(per_channel(scale, x)).to(x.dtype)
         if ctx.needs_input_grad[1]:
@@ -144,12 +146,6 @@ def _affine(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: T
     weight = None if weight is None else weight.to(mean.dtype)
     bias = None if bias is None else bias.to(mean.dtype)
     return F.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
-
-
-def _global_means(sum_dy: Tensor, sum_dy_xhat: Tensor, count: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    rows = gather_rows(torch.cat([sum_dy, sum_dy_xhat]).double(), axis)
-    means = torch.stack(rows).sum(0) / max(count, 1)
-    return means.to(sum_dy.dtype).tensor_split(2)  # type: ignore[return-value]
 
 
 class SyncBatchNorm(_BatchNorm):

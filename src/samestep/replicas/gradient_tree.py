@@ -76,7 +76,18 @@ class FlatLayout:
         """Returns this slice's gradients, copied; `.grad` stays."""
         node = self.memory()
         for part, flat in zip(self._parts, node, strict=True):
-            self._fill(part, flat)
+            pairs = []
+            for view, parameter in zip(part.views(flat), part.parameters, strict=True):
+                if parameter.grad is None:
+                    view.zero_()
+                else:
+                    pairs.append((view, parameter.grad))
+            if any(gradient.layout is not torch.strided for _, gradient in pairs):
+                raise ModelError("virtual ranks add dense gradients only: use nn.Embedding(..., sparse=False)")
+            if pairs:
+                torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+            has = [parameter.grad is not None for parameter in part.parameters]
+            flat[part.end : part.end + len(has)] = torch.tensor(has, dtype=part.dtype)
         return node
 
     def memory(self) -> FlatBuffers:
@@ -95,20 +106,6 @@ class FlatLayout:
     def free(self, nodes: Iterable[FlatBuffers]) -> None:
         """Takes memory back that nobody reads any more."""
         self._free += nodes
-
-    def _fill(self, part: _Part, flat: Tensor) -> None:
-        has = [parameter.grad is not None for parameter in part.parameters]
-        pairs = []
-        for view, parameter in zip(part.views(flat), part.parameters, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                pairs.append((view, parameter.grad))
-        if any(gradient.layout is not torch.strided for _, gradient in pairs):
-            raise ModelError("virtual ranks add dense gradients only: use nn.Embedding(..., sparse=False)")
-        if pairs:
-            torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
-        flat[part.end : part.end + len(has)] = torch.tensor(has, dtype=part.dtype)
 
     def assign(self, node: FlatBuffers) -> None:
         """Makes `node` the gradients; a parameter that had none in any slice gets none."""

@@ -182,7 +182,10 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if torch.compiler.is_compiling() or not _guards:
         return None
     watched = _watched_of(optimizer)
-    if not watched.guards or _is_scalers(optimizer, kwargs) or is_capturing():
+    # a GradScaler that steps a fused optimizer leaves out overflows by itself; the others it steps only where all is
+    # finite
+    is_scalers = getattr(optimizer, "found_inf", None) is not None or "grad_scaler" in kwargs
+    if not watched.guards or is_scalers or is_capturing():
         return None
     watched.steps += 1
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -199,14 +202,6 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         return loss
 
     return ((args[0], guarded, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": guarded})
-
-
-def _is_scalers(optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
-    """Tells whether a GradScaler steps a fused optimizer, which leaves out overflows by itself.
-
-    The others it steps only where all is finite.
-    """
-    return getattr(optimizer, "found_inf", None) is not None or "grad_scaler" in kwargs
 
 
 def _watched_of(optimizer: Optimizer) -> _Watched:

@@ -264,7 +264,9 @@ def replicate(
     """
     check_model(model, world)
     mode = batchnorm_mode(model, world, batchnorm)
-    buckets = chosen_buckets(buckets, free=reduce is None and compress is None and average_every is None)
+    brought = variable("SAMESTEP_BUCKETS")  # by `samestep run --settings`
+    if brought and buckets is None and reduce is None and compress is None and average_every is None:
+        buckets = float(brought)
     check_buckets(buckets)
     if reduce is not None and reduce not in METHODS:
         raise UsageError(f"reduce={reduce!r} is unknown: use 'shared', 'ordered' or 'gloo', or leave it out")
@@ -352,12 +354,6 @@ def check_average(every: object, world: World, codec: Codec | None) -> None:
         raise UsageError(f"average_every leaves gradients where they are, and {other} gradients: leave one of them out")
     if world.data.size == 1:
         warn(f"average_every={every} changes nothing on one rank")
-
-
-def chosen_buckets(buckets: float | Literal["auto"] | None, *, free: bool) -> float | Literal["auto"] | None:
-    """Returns what was asked for; else, where the choice is free, what `samestep run --settings` has brought."""
-    brought = variable("SAMESTEP_BUCKETS")
-    return float(brought) if buckets is None and free and brought else buckets
 
 
 def check_buckets(buckets: object) -> None:

@@ -165,14 +165,11 @@ class SharedScalars:
                 gone = self.memory[self._left_flag(rank)] != 0 or not process_alive(self.processes[rank])
                 # it may have written just before it left
                 if (gone or now - began > self.timeout_s) and self._read(rank, number) is None:
-                    raise PeerError(self._complaint(rank, now - began, gone=gone))
+                    mine, theirs = self.names[self.rank], f"rank {self.names[rank]} (process {self.processes[rank]})"
+                    if gone:
+                        raise PeerError(f"{theirs} has left and never ended this step; rank {mine} waited for it")
+                    raise PeerError(f"rank {mine} waited {now - began:.0f} s for {theirs} to end this step")
         return found
-
-    def _complaint(self, rank: int, waited_s: float, *, gone: bool) -> str:
-        mine, theirs = self.names[self.rank], f"rank {self.names[rank]} (process {self.processes[rank]})"
-        if gone:
-            return f"{theirs} has left and never ended this step; rank {mine} waited for it"
-        return f"rank {mine} waited {waited_s:.0f} s for {theirs} to end this step"
 
 
 def shared_bytes(ranks: int) -> int:
