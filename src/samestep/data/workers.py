@@ -140,12 +140,11 @@ def _find_death(processes: list[Any], order: Order, status: WorkerStatus) -> str
     for worker, process in enumerate(processes):
         if process.sentinel in ended:
             process.join()
-            code, activity = process.exitcode, _activity(order, status.read(worker))
-            who = f"worker {worker} (process {process.pid})"
+            pid, code, activity = process.pid, process.exitcode, _activity(order, status.read(worker))
             if code >= 0:
-                return f"{who} left with exit code {code} {activity}; workers=0 shows where"
+                return f"worker {worker} (process {pid}) left with exit code {code} {activity}; workers=0 shows where"
             hint = f"; {_HINTS[-code]}" if -code in _HINTS else ""
-            return f"{who} was killed by {signal_name(-code)} {activity}{hint}"
+            return f"worker {worker} (process {pid}) was killed by {signal_name(-code)} {activity}{hint}"
     return None
 
 
