@@ -69,18 +69,14 @@ def _comparison(timed: Timed, ranks: int, bytes_per_s: float) -> Comparison:
         "limits": seconds / least,
     }
     name = f"{size_text(timed.nbytes)}, {timed.kind}"
-    most = target(timed.kind, timed.nbytes)
-    return Comparison(name, "all-reduce", tuple(timed.ours), tuple(timed.theirs), most, figures)
+    return Comparison(name, "all-reduce", timed.ours, timed.theirs, target(timed.kind, timed.nbytes), figures)
 
 
 def _curves(timed: list[Timed], options: Options) -> dict[str, list[tuple[float, float]]]:
     factor = 2 * (options.ranks - 1) / options.ranks / 1e9
-    curves: dict[str, list[tuple[float, float]]] = {name: [] for name in (*KINDS, "gloo")}
-    for one in timed:
-        curves[one.kind].append((one.nbytes, factor * one.nbytes / median(one.ours)))
-        if one.kind == KINDS[0]:
-            curves["gloo"].append((one.nbytes, factor * one.nbytes / median(one.theirs)))
-    return curves
+    sides = [(kind, [(one.nbytes, one.ours) for one in timed if one.kind == kind]) for kind in KINDS]
+    sides.append(("gloo", [(one.nbytes, one.theirs) for one in timed if one.kind == KINDS[0]]))
+    return {name: [(nbytes, factor * nbytes / median(times)) for nbytes, times in points] for name, points in sides}
 
 
 def target(kind: str, nbytes: int) -> float:

@@ -8,7 +8,7 @@ more than the noise of measuring.
 
 from __future__ import annotations
 
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import samestep
@@ -42,18 +42,16 @@ def _timed(
     task: Workload, reduce: Reduce | None, device: str | None, options: Options
 ) -> tuple[Comparison, dict[str, Any]]:
     """Times one network in several sets of processes, each of which decides for itself."""
-    ours: list[float] = []
-    theirs: list[float] = []
-    plans: list[tuple[bool, int, float]] = []
-    conditions: dict[str, Any] = {}
-    for number, pairs in enumerate(in_sets(options.repeats, SETS)):
-        given = task, reduce, device, pairs, number % 2 == 0
-        (auto, default), plan, conditions = spawn(compare, options.ranks, *given, progress=False)[0]
-        ours, theirs, plans = [*ours, *auto], [*theirs, *default], [*plans, plan]
-    taken, buckets, hidden = zip(*plans, strict=True)
-    figures = {"taken": sum(taken) / len(plans), "buckets": median(buckets), "hidden_percent": 100 * median(hidden)}
+
+    def measure(pairs: int, auto_first: bool) -> tuple[Any, Any]:
+        times, *more = spawn(compare, options.ranks, task, reduce, device, pairs, auto_first, progress=False)[0]
+        return times, more
+
+    times, found = in_sets(options.repeats, SETS, measure)
+    taken, buckets, hidden = zip(*(plan for plan, _ in found), strict=True)
+    figures = {"taken": mean(taken), "buckets": median(buckets), "hidden_percent": 100 * median(hidden)}
     name = f"{task.name}, {'as it comes' if reduce is None else 'over the backend'}"
-    return Comparison(name, "step", tuple(ours), tuple(theirs), PROMISE, figures), conditions
+    return Comparison(name, "step", *times, PROMISE, figures), found[-1][1]
 
 
 def compare(

@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F
 
 import samestep
-from samestep.bench.harness import Comparison, Options, Report
+from samestep.bench.harness import Comparison, Options, Report, interleave
 from samestep.bench.workloads import MLP
 from samestep.launch.functions.spawn import spawn
 from samestep.runtime.world import World
@@ -35,18 +35,12 @@ STEPS = 60  # in a window: longer than a write takes
 def run(options: Options) -> Report:
     with TemporaryDirectory(dir=".", prefix=".bench-") as folder:  # where checkpoints would go, not in memory
         found = spawn(compare, options.ranks, options.repeats, str(Path(folder).resolve()), progress=False)[0]
-    minutes = tuple(
-        MINUTE + with_save - without for with_save, without in zip(found["with"], found["without"], strict=True)
-    )
-    plain = (MINUTE,) * len(minutes)
-    return Report(
-        "checkpoint",
-        [
-            Comparison("a minute with one save / without", "minute", minutes, plain, PROMISE),
-            Comparison("standing still for a save / torch.save, synced", "save", found["still"], found["by_hand"]),
-        ],
-        found["setting"],
-    )
+    minutes = [MINUTE + longer - shorter for longer, shorter in zip(found["with"], found["without"], strict=True)]
+    comparisons = [
+        Comparison("a minute with one save / without", "minute", minutes, [MINUTE] * len(minutes), PROMISE),
+        Comparison("standing still for a save / torch.save, synced", "save", found["still"], found["by_hand"]),
+    ]
+    return Report("checkpoint", comparisons, found["setting"])
 
 
 def compare(pairs: int, folder: str, steps: int = STEPS) -> dict[str, Any]:
@@ -54,7 +48,8 @@ def compare(pairs: int, folder: str, steps: int = STEPS) -> dict[str, Any]:
     with samestep.world(device="cpu") as world:
         training = Training(world, folder, steps)
         training.window(save=True)
-        times = [training.pair(save_first=number % 2 == 0) for number in range(pairs)]
+        windows = (lambda: training.window(save=True), lambda: training.window(save=False))
+        with_save, without = interleave(*windows, pairs=pairs)
         by_hand = [training.save_by_hand(Path(folder) / "by-hand.pt") for _ in range(pairs)]
         setting = {
             "ranks": world.size,
@@ -63,10 +58,10 @@ def compare(pairs: int, folder: str, steps: int = STEPS) -> dict[str, Any]:
             "megabytes": round(training.bytes / 1e6, 1),
         }
         return {
-            "with": tuple(time_with for time_with, _ in times),
-            "without": tuple(time_without for _, time_without in times),
-            "still": tuple(training.still[1:]),
-            "by_hand": tuple(by_hand),
+            "with": with_save,
+            "without": without,
+            "still": training.still[1:],
+            "by_hand": by_hand,
             "setting": setting,
         }
 
@@ -97,10 +92,6 @@ class Training:
                     self.optimizer.zero_grad()
                     self.state.commit()
                     yield
-
-    def pair(self, *, save_first: bool) -> tuple[float, float]:
-        first, second = self.window(save=save_first), self.window(save=not save_first)
-        return (first, second) if save_first else (second, first)
 
     def window(self, *, save: bool) -> float:
         self.world.barrier()

@@ -21,15 +21,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 from samestep.errors import UsageError
 from samestep.launch.resources import visible_gpus
 
 Block = Callable[[], object]
 Measure = Callable[[], float]
+T = TypeVar("T")
 
 FEWEST = 6  # pairs: of 5, all lie on one side of the median once in 16 times
 DRAWN = ("allreduce",)  # benchmarks that --plot draws
@@ -53,8 +55,8 @@ class Comparison:
 
     name: str  # what was compared with what
     unit: str  # the work that one time is for, such as "step"
-    ours: tuple[float, ...]
-    theirs: tuple[float, ...]
+    ours: Sequence[float]
+    theirs: Sequence[float]
     most: float | None = None  # the target: the largest ratio; None without one
     figures: dict[str, float] = field(default_factory=dict)  # what else was found out, by name
 
@@ -147,14 +149,21 @@ def training_device(ranks: int) -> str | None:
     return None if visible_gpus() >= ranks else "cpu"
 
 
-def in_sets(repeats: int, most: int) -> list[int]:
-    """Returns how many pairs each of several sets of processes takes, at most so many sets.
+def in_sets(
+    repeats: int, most: int, measure: Callable[[int, bool], tuple[Sequence[Sequence[float]], T]]
+) -> tuple[list[tuple[float, ...]], list[T]]:
+    """Measures so many pairs in several sets of processes, at most `most`; returns the times of each side together.
 
-    >>> in_sets(10, most=4), in_sets(2, most=4)
-    ([2, 2, 3, 3], [1, 1])
+    `measure` gets how many pairs its set takes, and whether ours goes first; what it returns beside the times is
+    returned for each set.
+
+    >>> in_sets(10, 4, lambda pairs, ours_first: ([[pairs], [ours_first]], None))[0]
+    [(2, 2, 3, 3), (True, False, True, False)]
     """
     sets = min(most, repeats)
-    return [(repeats + number) // sets for number in range(sets)]
+    found = [measure((repeats + number) // sets, number % 2 == 0) for number in range(sets)]
+    sides = zip(*(times for times, _ in found), strict=True)
+    return [tuple(chain(*side)) for side in sides], [more for _, more in found]
 
 
 def alternate(

@@ -71,7 +71,7 @@ def _comparisons(name: str, unit: str, times: dict[str, list[float]], prefix: st
         ("samestep", "gloo", None),
     ]
     return [
-        Comparison(f"{prefix}{name}, {ours} / {theirs}", unit, tuple(times[ours]), tuple(times[theirs]), most)
+        Comparison(f"{prefix}{name}, {ours} / {theirs}", unit, times[ours], times[theirs], most)
         for ours, theirs, most in pairs
     ]
 
@@ -131,15 +131,15 @@ def _all_reduces(groups: dict[str, dist.ProcessGroup], nbytes: int, repeats: int
         for _ in range(calls):
             dist.all_reduce(tensor, group=group)
 
-    return _in_turn({name: functools.partial(block, group) for name, group in groups.items()}, groups, repeats, calls)
+    return _in_turn(lambda group: functools.partial(block, group), groups, repeats, calls)
 
 
 def _steps(groups: dict[str, dist.ProcessGroup], repeats: int) -> dict[str, list[float]]:
-    """A step of a network of 5 million parameters, wrapped in DistributedDataParallel over each group."""
-    return _in_turn({name: _stepping(group) for name, group in groups.items()}, groups, repeats, STEPS)
+    return _in_turn(_stepping, groups, repeats, STEPS)
 
 
 def _stepping(group: dist.ProcessGroup) -> Callable[[], None]:
+    """Steps of a network of 5 million parameters, wrapped in DistributedDataParallel over a group."""
     network = MLP.network()
     model = DistributedDataParallel(network, process_group=group, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(network.parameters(), 0.01)
@@ -155,10 +155,11 @@ def _stepping(group: dist.ProcessGroup) -> Callable[[], None]:
 
 
 def _in_turn(
-    blocks: dict[str, Callable[[], None]], groups: dict[str, dist.ProcessGroup], repeats: int, units: int
+    block_of: Callable[[Any], Callable[[], None]], groups: dict[str, dist.ProcessGroup], repeats: int, units: int
 ) -> dict[str, list[float]]:
-    times = alternate(*blocks.values(), pairs=repeats, align=lambda: dist.barrier(group=groups["gloo"]))
-    return {name: [each / units for each in seconds] for name, seconds in zip(blocks, times, strict=True)}
+    blocks = map(block_of, groups.values())
+    times = alternate(*blocks, pairs=repeats, align=lambda: dist.barrier(group=groups["gloo"]))
+    return {name: [each / units for each in seconds] for name, seconds in zip(groups, times, strict=True)}
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ few steps; they come first, are timed by themselves, and lie outside the blocks.
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -21,7 +22,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -68,15 +68,13 @@ def run(options: Options) -> Report:
 def _compared(
     name: str, observer: str, most: float, options: Options, device: str | None
 ) -> tuple[Comparison, dict[str, Any]]:
-    ours: list[float] = []
-    theirs: list[float] = []
-    facts: dict[str, Any] = {}
-    for pairs in in_sets(options.repeats, SETS):
+    def measure(pairs: int, _: bool) -> tuple[list[list[float]], dict[str, Any]]:
         with TemporaryDirectory(prefix="samestep-bench-") as folder:
-            mine, other, facts = compare(observer, Path(folder), options.ranks, pairs, device)
-        ours += mine
-        theirs += other
-    return Comparison(name, "step", tuple(ours), tuple(theirs), most), facts
+            ours, theirs, facts = compare(observer, Path(folder), options.ranks, pairs, device)
+        return [ours, theirs], facts
+
+    times, facts = in_sets(options.repeats, SETS, measure)
+    return Comparison(name, "step", *times, most), facts[-1]
 
 
 def compare(
@@ -122,11 +120,12 @@ class RankSet:
     """
 
     def __init__(self, path: Path, ranks: int, device: str | None, observer: str | None = None) -> None:
-        order = json.dumps({"folder": str(path.with_suffix(".journals")), "steps": None})
-        kept = str(path.with_suffix(".journals"))
-        watched = {"SAMESTEP_OBSERVERS": observer or "", "SAMESTEP_VERIFY": order, "SAMESTEP_LOGS": kept}
-        watched = {} if observer is None else watched
-        self._pool = RankPool(ranks, extra={"OMP_NUM_THREADS": "1", **watched})
+        variables = {"OMP_NUM_THREADS": "1"}
+        if observer is not None:
+            folder = str(path.with_suffix(".journals"))
+            order = json.dumps({"folder": folder, "steps": None})
+            variables |= {"SAMESTEP_OBSERVERS": observer, "SAMESTEP_VERIFY": order, "SAMESTEP_LOGS": folder}
+        self._pool = RankPool(ranks, extra=variables)
         self._thread = ThreadPoolExecutor(1)
         try:
             with socket.socket(socket.AF_UNIX) as listener:
@@ -162,9 +161,7 @@ class RankSet:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         self._connection.close()  # which ends the ranks' waiting
         self._pool.kill()
@@ -183,9 +180,9 @@ def train(path: str, device: str | None) -> None:
                 taken += count
                 answer = _steps(steps, count, world)
                 _answer(file, world, answer if count != STEPS else sum(answer))
-            _answer(
-                file, world, {"setting": setting(world) | {"steps_per_block": STEPS}, "peak": _peak(), "steps": taken}
-            )
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            facts = {"setting": setting(world) | {"steps_per_block": STEPS}, "peak": peak, "steps": taken}
+            _answer(file, world, facts)
 
 
 def _ordered(file: Any, world: World) -> int:
@@ -215,12 +212,6 @@ def _answer(file: Any, world: World, value: Any) -> None:
     if world.rank == 0:
         file.write(json.dumps(value) + "\n")
         file.flush()
-
-
-def _peak() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _notes(repeats: int = 30) -> Comparison:

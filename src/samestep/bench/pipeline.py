@@ -46,7 +46,7 @@ MICRO_BATCHES = 8
 FORWARD_S, BACKWARD_S = 0.010, 0.020  # of a stage that waits
 SAMPLES, WIDTH, BLOCKS = 128, 512, 8
 PASSES = 5  # of which the median is one time, of a step or a layer
-Times = tuple[tuple[float, ...], tuple[float, ...]]
+Times = tuple[list[float], ...]
 
 
 def run(options: Options) -> Report:
@@ -88,24 +88,18 @@ def waiting(world: World, schedule: str, link: Link, repeats: int) -> tuple[Time
     The ideal is the schedule of the stages as measured, with messages that take no time. Collective.
     """
     stages = world.pipeline.size
-    stage = Pipeline(
-        waits(stages),
-        world,
-        functional.mse_loss,
-        ends=range(1, stages + 1),
-        schedule=schedule,
-        micro_batches=MICRO_BATCHES,
-    )
+    ends = range(1, stages + 1)
+    loss = functional.mse_loss
+    stage = Pipeline(waits(stages), world, loss, ends=ends, schedule=schedule, micro_batches=MICRO_BATCHES)
     x, y = torch.ones(MICRO_BATCHES, 4), torch.zeros(MICRO_BATCHES, 4)
     layers = build_chain(waits(stages)).layers
-    measured = profile_layers(layers, [x[:1]], lambda outputs: functional.mse_loss(outputs, y[:1]), REPEATS)
+    measured = profile_layers(layers, [x[:1]], lambda outputs: loss(outputs, y[:1]), REPEATS)
     plan = make_schedule(schedule, stages, MICRO_BATCHES)
-    costs = PartitionProblem(with_split_backwards(measured, plan), [Device()] * stages, plan, link).costs(
-        range(1, stages + 1)
-    )
+    costs = PartitionProblem(with_split_backwards(measured, plan), [Device()] * stages, plan, link).costs(ends)
     silent = Costs(costs.forward, costs.inputs, costs.weights)
     predicted, ideal = broadcast_json(world.everyone, [simulate(plan, one).seconds for one in (costs, silent)])
-    times = against(world, stepper(stage, (x, y)), predicted, repeats)
+    (ours,) = alternate(stepper(stage, (x, y)), pairs=repeats, align=lambda: align(world))
+    times = ours, [predicted] * len(ours)
     return times, {"of_ideal": ideal / median(times[0]), "target_at_least": NEAR}
 
 
@@ -125,14 +119,8 @@ def rebalanced(world: World, repeats: int) -> tuple[Times, dict[str, float]]:
         return simulate(make_schedule("1f1b", 2, 6), Costs(forward, half, half)).seconds
 
     even, uneven = (7 / 8, 7 / 8), (1.0, 3 / 4)
-    ours, theirs = alternate(step_of(even), step_of(uneven), pairs=repeats, align=lambda: align(world))
-    return (tuple(ours), tuple(theirs)), {"predicted_ratio": predicted(even) / predicted(uneven)}
-
-
-def against(world: World, step: Callable[[], object], predicted: float, repeats: int) -> Times:
-    """Returns times of steps, and as often what was predicted. Collective."""
-    (ours, _) = alternate(step, lambda: None, pairs=repeats, align=lambda: align(world))
-    return tuple(ours), (predicted,) * len(ours)
+    times = alternate(step_of(even), step_of(uneven), pairs=repeats, align=lambda: align(world))
+    return times, {"predicted_ratio": predicted(even) / predicted(uneven)}
 
 
 def in_pairs(world: World, model: nn.Module, plan: PipelinePlan, batch: tuple[Tensor, Tensor], pairs: int) -> Times:
@@ -155,8 +143,7 @@ def in_pairs(world: World, model: nn.Module, plan: PipelinePlan, batch: tuple[Te
     def taken() -> float:
         return median(alternate(step, pairs=PASSES, warmup=1, align=lambda: align(world))[0])
 
-    ours, theirs = interleave(taken, predicted, pairs=pairs, warmup=1)
-    return tuple(ours), tuple(theirs)
+    return interleave(taken, predicted, pairs=pairs, warmup=1)
 
 
 def beside_torch(world: World, batch: tuple[Tensor, Tensor], repeats: int) -> Times:
@@ -164,14 +151,8 @@ def beside_torch(world: World, batch: tuple[Tensor, Tensor], repeats: int) -> Ti
     axis = world.pipeline
     cuts = cut_evenly(BLOCKS, axis.size)
     each = len(list(blocks()[0].children()))
-    ours = Pipeline(
-        blocks().to(world.device),
-        world,
-        functional.mse_loss,
-        ends=[each * end for _, end in cuts],
-        schedule="1f1b",
-        micro_batches=MICRO_BATCHES,
-    )
+    ends, model = [each * end for _, end in cuts], blocks().to(world.device)
+    ours = Pipeline(model, world, functional.mse_loss, ends=ends, schedule="1f1b", micro_batches=MICRO_BATCHES)
     part = blocks().to(world.device)[slice(*cuts[axis.rank])]
     stage = PipelineStage(part, axis.rank, axis.size, world.device, group=axis.group)
     schedule = Schedule1F1B(stage, n_microbatches=MICRO_BATCHES, loss_fn=functional.mse_loss)
@@ -186,8 +167,7 @@ def beside_torch(world: World, batch: tuple[Tensor, Tensor], repeats: int) -> Ti
         else:
             schedule.step()
 
-    mine, others = alternate(stepper(ours, batch), theirs, pairs=repeats, align=lambda: align(world))
-    return tuple(mine), tuple(others)
+    return alternate(stepper(ours, batch), theirs, pairs=repeats, align=lambda: align(world))
 
 
 def stepper(stage: Any, batch: tuple[Tensor, Tensor]) -> Callable[[], None]:

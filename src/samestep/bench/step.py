@@ -83,15 +83,11 @@ def lost(ours: tuple[float, ...], theirs: tuple[float, ...], alone: tuple[float,
 def _timed(
     task: Workload, as_it_comes: bool, device: str | None, options: Options, peer: str | None = None
 ) -> tuple[list[tuple[float, ...]], dict[str, Any]]:
-    """Times the loops in several sets of processes, as many pairs together as asked for."""
-    gathered: list[tuple[float, ...]] = [()] * (3 if as_it_comes and peer is None else 2)
-    conditions: dict[str, Any] = {}
-    for number, pairs in enumerate(in_sets(options.repeats, SETS)):
-        ours_first = number % 2 == 0
-        given = task, as_it_comes, device, pairs, ours_first, peer
-        times, conditions = spawn(compare, options.ranks, *given, progress=False)[0]
-        gathered = [(*known, *new) for known, new in zip(gathered, times, strict=True)]
-    return gathered, conditions
+    def measure(pairs: int, ours_first: bool) -> Any:
+        return spawn(compare, options.ranks, task, as_it_comes, device, pairs, ours_first, peer, progress=False)[0]
+
+    times, conditions = in_sets(options.repeats, SETS, measure)
+    return times, conditions[-1]
 
 
 def compare(
@@ -115,26 +111,34 @@ def compare(
 def _as_it_comes(task: Workload, peer: str | None, world: World) -> list[Iterator[None]]:
     ours = samestep.replicate(task.network().to(world.device), world)
     if peer is not None:
-        return [steps_of(task, ours, world), steps_of_peer(peer, task, world)]
+        network = task.network().to(world.device)
+        model, optimizer, backward = PEERS[peer][1](network, sgd(network), world)
+        return [steps_of(task, ours, world), steps_of(task, model, world, optimizer, backward)]
     theirs, alone = _wrapped(task.network().to(world.device), world), task.network().to(world.device)
     return [steps_of(task, model, world) for model in (ours, theirs, alone)]
 
 
-def steps_of(task: Workload, model: nn.Module, world: World) -> Iterator[None]:
+def steps_of(
+    task: Workload, model: nn.Module, world: World, optimizer: Any = None, backward: Any = torch.Tensor.backward
+) -> Iterator[None]:
     """Trains on this rank's first batch, one step for each item."""
     x, y = task.batch_of(world)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = optimizer or sgd(model)
     while True:
-        F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+        backward(F.cross_entropy(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
         yield
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
 def our_steps(task: Workload, network: nn.Module, world: World, *, reduce: Reduce | None = "gloo") -> Iterator[None]:
     """Trains with samestep, one step for each item; `reduce` says how gradients are added, None as it comes."""
     model = samestep.replicate(network.to(world.device), world, reduce=reduce)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = sgd(model)
     batches = samestep.shards(task.dataset(), world, batch_size=task.batch * world.size)
     while True:
         for x, y in batches:
@@ -148,7 +152,7 @@ def our_steps(task: Workload, network: nn.Module, world: World, *, reduce: Reduc
 
 def their_steps(task: Workload, network: nn.Module, world: World) -> Iterator[None]:
     model = _wrapped(network.to(world.device), world)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = sgd(model)
     data = task.dataset()
     sampler: DistributedSampler[Any] = DistributedSampler(data, world.size, world.rank)
     on_cuda = world.device.type == "cuda"
@@ -210,19 +214,6 @@ def setting(world: World, task: Workload = MLP) -> dict[str, Any]:
 
 def installed_peers() -> list[str]:
     return [name for name, (module, _) in PEERS.items() if find_spec(module) is not None]
-
-
-def steps_of_peer(name: str, task: Workload, world: World) -> Iterator[None]:
-    """Trains on this rank's first batch as `steps_of` does, one step for each item."""
-    x, y = task.batch_of(world)
-    network = task.network().to(world.device)
-    prepare = PEERS[name][1]
-    model, optimizer, backward = prepare(network, torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9), world)
-    while True:
-        backward(F.cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-        yield
 
 
 def _accelerate(network: Any, optimizer: Any, world: World) -> tuple[Any, Any, Callable[[Any], Any]]:

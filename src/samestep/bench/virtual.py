@@ -31,7 +31,7 @@ def run(options: Options) -> Report:
     for slices in SLICES:
         ours, theirs, conditions = spawn(compare, options.ranks, options.repeats, device, slices, progress=False)[0]
         name = f"virtual_ranks={slices * options.ranks} / without"
-        comparisons.append(Comparison(name, "step", tuple(ours), tuple(theirs)))
+        comparisons.append(Comparison(name, "step", ours, theirs))
     return Report("virtual", comparisons, conditions)
 
 
