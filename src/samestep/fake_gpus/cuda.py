@@ -16,7 +16,7 @@ import torch
 
 from samestep.fake_gpus import devices, streams
 from samestep.fake_gpus.native import CUDA, current_index, set_index
-from samestep.fake_gpus.notes import not_faked, not_faked_class, say_once
+from samestep.fake_gpus.notes import around, not_faked, not_faked_class, say_once
 from samestep.instrument.patch import Patches
 
 MEMORY = 80 << 30  # bytes that every fake GPU reports
@@ -84,10 +84,6 @@ def _memory_stats(_device: int = 0) -> dict[str, Any]:
     }
 
 
-def _nothing(*_args: Any, **_named: Any) -> None:
-    return None
-
-
 def _constant(value: Any) -> Callable[..., Any]:
     return lambda *_args, **_named: value
 
@@ -102,11 +98,10 @@ CUDART = SimpleNamespace(
     cudaError=_Status,
     cudaGetErrorString=_constant("no error"),
     cudaMemGetInfo=_constant((MEMORY, MEMORY)),
-    cudaDeviceSynchronize=_constant(0),
-    cudaProfilerStart=_constant(0),
-    cudaProfilerStop=_constant(0),
-    cudaHostRegister=_constant(0),
-    cudaHostUnregister=_constant(0),
+    **dict.fromkeys(
+        ("cudaDeviceSynchronize", "cudaProfilerStart", "cudaProfilerStop", "cudaHostRegister", "cudaHostUnregister"),
+        _constant(0),
+    ),
 )
 
 NO_EFFECT = """
@@ -118,7 +113,7 @@ NO_EFFECT = """
     _accelerator_synchronizeDevice _accelerator_resetPeakStats _accelerator_resetAccumulatedStats
 """
 C_FUNCTIONS: dict[str, Any] = {
-    **dict.fromkeys(NO_EFFECT.split(), _nothing),
+    **dict.fromkeys(NO_EFFECT.split(), _constant(None)),
     "_cuda_init": devices.begin,
     "_cuda_getDeviceCount": _device_count,
     "_cuda_getDevice": current_index,
@@ -166,32 +161,20 @@ class _Typed(type):
         return torch.empty(*(args or (0,)), **named)
 
 
-TYPES = {
-    "Float": torch.float32,
-    "Double": torch.float64,
-    "Half": torch.float16,
-    "BFloat16": torch.bfloat16,
-    "Byte": torch.uint8,
-    "Char": torch.int8,
-    "Short": torch.int16,
-    "Int": torch.int32,
-    "Long": torch.int64,
-    "Bool": torch.bool,
-}
+KINDS = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
+TYPES: dict[str, torch.dtype] = {name: getattr(torch, f"{name}Tensor").dtype for name in KINDS}
 
 
-def _default_tensor_type(original: Callable[..., Any]) -> Callable[..., None]:
-    def set_default_tensor_type(kind: Any) -> None:
-        name = kind if isinstance(kind, str) else f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
-        typed = TYPES.get(name.removeprefix("torch.cuda.").removesuffix("Tensor")) if "torch.cuda." in name else None
-        if typed is None:
-            original(kind)
-            torch.set_default_device(None)
-        else:
-            torch.set_default_dtype(typed)
-            torch.set_default_device("cuda")
-
-    return set_default_tensor_type
+@around
+def _default_tensor_type(original: Callable[..., Any], kind: Any) -> None:
+    name = kind if isinstance(kind, str) else f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
+    typed = TYPES.get(name.removeprefix("torch.cuda.").removesuffix("Tensor")) if "torch.cuda." in name else None
+    if typed is None:
+        original(kind)
+        torch.set_default_device(None)
+    else:
+        torch.set_default_dtype(typed)
+        torch.set_default_device("cuda")
 
 
 def _compile(model: Any = None, **_options: Any) -> Any:
@@ -233,10 +216,11 @@ def patch_cuda(patches: Patches) -> None:
     patches.set(cuda.nccl, "version", _constant(NCCL_VERSION))
     patches.set(cuda.nccl, "is_available", _constant(False))  # of its C++, for several GPUs of one process
     patches.set(torch.backends.cudnn, "is_acceptable", _constant(False))
-    patches.set(cuda.nvtx, "_nvtx", SimpleNamespace(rangePushA=_constant(0), rangePop=_constant(0), markA=_nothing))
+    patches.set(
+        cuda.nvtx, "_nvtx", SimpleNamespace(rangePushA=_constant(0), rangePop=_constant(0), markA=_constant(None))
+    )
     for name, dtype in TYPES.items():
-        made = _Typed(f"{name}Tensor", (), {"dtype": dtype, "__module__": "torch.cuda"})
-        patches.set(cuda, f"{name}Tensor", made)
+        patches.set(cuda, f"{name}Tensor", _Typed(f"{name}Tensor", (), {"dtype": dtype, "__module__": "torch.cuda"}))
     patches.set(torch, "set_default_tensor_type", _default_tensor_type(torch.set_default_tensor_type))
     patches.set(torch.version, "cuda", CUDA_VERSION)
     patches.set(torch.backends.cuda, "is_built", _constant(True))

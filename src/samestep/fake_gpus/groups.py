@@ -23,6 +23,7 @@ from torch import Tensor
 
 from samestep.fake_gpus import devices
 from samestep.fake_gpus.host_memory import to_host
+from samestep.fake_gpus.notes import around
 from samestep.instrument.patch import Patches
 
 _work_of: Any = c10d.__dict__["_create_work_from_future"]
@@ -353,12 +354,10 @@ COLLECTIVES |= {
 }
 
 
-def _premul(original: Callable[..., Any]) -> Callable[..., Any]:
-    def make(factor: Any) -> Any:
-        _factor[:] = [factor]
-        return original(factor)
-
-    return make
+@around
+def _premul(original: Callable[..., Any], factor: Any) -> Any:
+    _factor[:] = [factor]
+    return original(factor)
 
 
 def patch_groups(patches: Patches) -> None:

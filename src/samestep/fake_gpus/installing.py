@@ -18,7 +18,7 @@ from samestep.fake_gpus.kernels import Kernels
 from samestep.fake_gpus.loading import patch_loading
 from samestep.fake_gpus.models import patch_models
 from samestep.fake_gpus.native import Native, set_index
-from samestep.fake_gpus.notes import watch_imports
+from samestep.fake_gpus.notes import around, watch_imports
 from samestep.instrument.patch import Patches
 
 _native, _kernels, _patches = Native(), Kernels(), Patches()
@@ -60,14 +60,11 @@ def remove() -> None:
     devices.forget(0)
 
 
-def _on_this_thread(run: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _on_this_thread(run: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """Lets the backward pass run where it is called: the engine has threads for the devices of its first pass only."""
-
-    def run_backward(*args: Any, **named: Any) -> Any:
-        with torch.autograd.set_multithreading_enabled(False):
-            return run(*args, **named)
-
-    return run_backward
+    with torch.autograd.set_multithreading_enabled(False):
+        return run(*args, **named)
 
 
 def _generator_class(base: Any) -> Any:
@@ -92,9 +89,6 @@ class _Installer:
         return install, (self.gpus,)
 
 
-def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_preparation_data(name: str) -> dict[str, Any]:
-        data: dict[str, Any] = original(name)
-        return {"samestep_fake_gpus": _Installer(devices.DEVICES.total), **data}
-
-    return get_preparation_data
+@around
+def _preparing(original: Callable[..., Any], name: str) -> dict[str, Any]:
+    return {"samestep_fake_gpus": _Installer(devices.DEVICES.total), **original(name)}

@@ -9,6 +9,7 @@ Here too is what a GPU would refuse: tensors of two devices, a device that is no
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from samestep.fake_gpus.groups import COLLECTIVES
 from samestep.fake_gpus.host_memory import to_fake, to_host
 from samestep.fake_gpus.loading import PINNING
 from samestep.fake_gpus.models import SYNCHRONISED
+from samestep.fake_gpus.notes import around
 from samestep.fake_gpus.sparse import KEY, PARTS, copy_sparse, is_part, sparse_to_fake, sparse_to_host, write_sparse
 
 HOST = torch.device("cpu")
@@ -37,7 +39,7 @@ INDEXING |= {"aten::_unsafe_index_put", "aten::_index_put_impl"}
 HALF = {torch.float16, torch.bfloat16}
 SUMS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::convolution_backward"}
 SOFTMAX = ("_softmax", "_log_softmax")
-OF_ROWS = ("values", "crow_indices", "col_indices", "ccol_indices", "row_indices")  # parts of compressed sparse tensors
+OF_ROWS = {"values", "crow_indices", "col_indices", "ccol_indices", "row_indices"}  # parts of compressed sparse tensors
 STAYS = {"aten::_pack_padded_sequence": (1,)}  # results that a GPU leaves in host memory, by their place
 
 
@@ -176,20 +178,17 @@ class Kernel:
         return one(result, 0)
 
 
-def _in_float32(op: Any) -> Callable[..., Any]:
+@around
+def _in_float32(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Adds up 16-bit numbers in float32, as a GPU does; the CPU's own kernels for them are up to 100 times slower."""
-
-    def compute(*args: Any, **kwargs: Any) -> Any:
-        kinds = {value.dtype for value in args if isinstance(value, Tensor)}
-        if len(kinds) > 1 or kinds.isdisjoint(HALF):
-            return op(*args, **kwargs)
-        result = op(*(value.float() if isinstance(value, Tensor) else value for value in args), **kwargs)
-        (half,) = kinds
-        if isinstance(result, Tensor):
-            return result.to(half)
-        return tuple(value if value is None else value.to(half) for value in result)
-
-    return compute
+    kinds = {value.dtype for value in args if isinstance(value, Tensor)}
+    if len(kinds) > 1 or kinds.isdisjoint(HALF):
+        return op(*args, **kwargs)
+    result = op(*(value.float() if isinstance(value, Tensor) else value for value in args), **kwargs)
+    (half,) = kinds
+    if isinstance(result, Tensor):
+        return result.to(half)
+    return tuple(value if value is None else value.to(half) for value in result)
 
 
 def _unsupported(name: str, kind: str) -> NotImplementedError:
@@ -227,28 +226,25 @@ class Kernels:
             self._install()
 
     def _install(self) -> None:
-        library = self._library("aten")
-        for name in {*_composed(), *_of_cuda()}:
-            library.impl(name.removeprefix("aten::"), "CUDA", self._late(name), False)
-        for name, kernel in SPECIAL.items():
-            library.impl(name, "CUDA", kernel, False)
-        self._library("_").fallback("CUDA", self.fallback, False)
-        sparse = self._library("aten", "SparseCUDA")
-        for name in {*_composed(), *PARTS}:
-            sparse.impl(name.removeprefix("aten::"), "SparseCUDA", self._late(name, self.sparse_fallback), False)
-        sparse.impl("copy_", "SparseCUDA", copy_sparse, False)
-        self._library("_", "SparseCUDA").fallback("SparseCUDA", self.sparse_fallback, False)
-        rows = self._library("aten", "SparseCsrCUDA")
-        for name in {*_composed(), *OF_ROWS}:
-            rows.impl(name.removeprefix("aten::"), "SparseCsrCUDA", self._late(name, _refuse_rows), False)
-        self._library("_", "SparseCsrCUDA").fallback("SparseCsrCUDA", _refuse_rows, False)
-        collectives, pinning = self._library("c10d"), self._library("aten", "CPU")
-        for name, collective in COLLECTIVES.items():
-            collectives.impl(name, "CUDA", collective, False)
-        for name, function in PINNING.items():
-            pinning.impl(name, "CPU", function, False)
+        composed = {name.removeprefix("aten::") for name in _composed()}
+        self._register_all("CUDA", self.fallback, composed | _of_cuda(), SPECIAL)
+        self._register_all("SparseCUDA", self.sparse_fallback, composed | PARTS, {"copy_": copy_sparse})
+        self._register_all("SparseCsrCUDA", _refuse_rows, composed | OF_ROWS, {})
+        self._register("c10d", "CUDA", COLLECTIVES)
+        self._register("aten", "CPU", PINNING)
 
-    def _library(self, namespace: str, key: str = "CUDA") -> Any:
+    def _register_all(
+        self, key: str, fallback: Callable[..., Any], names: set[str], special: dict[str, Callable[..., Any]]
+    ) -> None:
+        self._register("aten", key, {name: _late(name, fallback) for name in names} | special)
+        self._library("_", key).fallback(key, fallback, False)
+
+    def _register(self, namespace: str, key: str, kernels: dict[str, Callable[..., Any]]) -> None:
+        library = self._library(namespace, key)
+        for name, kernel in kernels.items():
+            library.impl(name, key, kernel, False)
+
+    def _library(self, namespace: str, key: str) -> Any:
         library = torch._C._dispatch_library("IMPL", namespace, key, __file__, 0)  # noqa: SLF001
         self._libraries.append(library)
         return library
@@ -266,32 +262,30 @@ class Kernels:
         """What the dispatcher calls for sparse tensors of fake GPUs."""
         return op._op_dk(KEY, *args, **kwargs) if is_part(op) else self.fallback(op, *args, **kwargs)  # noqa: SLF001
 
-    def _late(self, name: str, fallback: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        op: Any = None
-
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            nonlocal op
-            if op is None:
-                op = _operator(name)
-            return (fallback or self.fallback)(op, *args, **kwargs)
-
-        return kernel
-
     def remove(self) -> None:
         for library in self._libraries:
             library.reset()
         self._libraries.clear()
 
 
-def _operator(name: str) -> Any:
-    packet, _, overload = name.removeprefix("aten::").partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+def _late(name: str, fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a kernel that looks its operator up when it is first called."""
+    packet, _, overload = name.partition(".")
+    op: Any = None
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        nonlocal op
+        if op is None:
+            op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        return fallback(op, *args, **kwargs)
+
+    return kernel
 
 
-def _of_cuda() -> list[str]:
+def _of_cuda() -> set[str]:
     """Returns the names of PyTorch's operators for which this build has a kernel of CUDA: it would ask the driver."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")  # noqa: SLF001
-    return [name for name in names if name.startswith("aten::") and name.removeprefix("aten::") not in SPECIAL]
+    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 
 
 def _shows_storage(op: Any) -> bool:
@@ -320,17 +314,14 @@ def _composed() -> list[str]:
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     del non_blocking  # every copy is done when it returns
     devices.check_process()
-    to_host(target).copy_(
-        source if source.device.type != "cuda" else to_host(source)
-    ) if target.is_cuda else target.copy_(to_host(source))
+    one, other = (to_host(each) if each.is_cuda else each for each in (target, source))
+    one.copy_(other)
     return target
 
 
 def _resize(tensor: Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Tensor:
     del memory_format
-    count = 1
-    for length in size:
-        count *= length
+    count = math.prod(size)
     needed, held = (tensor.storage_offset() + count) * tensor.element_size(), tensor.untyped_storage().nbytes()
     strides = torch.empty(tuple(size), device="meta").stride()
     if needed <= held:
@@ -372,41 +363,36 @@ def _attention_backward(*args: Any, scale: Any = None) -> tuple[Tensor, ...]:
     return compute(*tensors, p, causal, scale=scale)  # type: ignore[no-any-return]
 
 
-def _softmax(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns a softmax that gives float32 for float16, as autocast asks of a GPU alone."""
-    return lambda x, dim, to_float: compute(x.float() if to_float else x, dim, False)
+@around
+def _softmax(compute: Callable[..., Tensor], x: Tensor, dim: int, to_float: bool) -> Tensor:
+    """Gives float32 for float16, as autocast asks of a GPU alone."""
+    return compute(x.float() if to_float else x, dim, False)
 
 
-def _softmax_backward(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda dy, y, dim, dtype: compute(dy, y, dim, y.dtype).to(dtype)
+@around
+def _softmax_backward(compute: Callable[..., Tensor], dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return compute(dy, y, dim, y.dtype).to(dtype)
 
 
-def on_host(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a kernel that computes with the host's tensors."""
-
-    def kernel(*args: Any) -> Any:
-        on = _Host(mixed=False)
-        host = [on.value(value) for value in args]
-        devices.check_process()
-        if on.on_host:
-            raise devices.two_devices(f"cuda:{on.index}", "cpu")
-        result = compute(*host)
-        if isinstance(result, Tensor):
-            return to_fake(result, on.index)
-        return tuple(value if value is None else to_fake(value, on.index) for value in result)
-
-    return kernel
-
-
-def _no_op(*_args: Any, **_kwargs: Any) -> None:
-    return None
+@around
+def on_host(compute: Callable[..., Any], *args: Any) -> Any:
+    """Computes with the host's tensors."""
+    on = _Host(mixed=False)
+    host = [on.value(value) for value in args]
+    devices.check_process()
+    if on.on_host:
+        raise devices.two_devices(f"cuda:{on.index}", "cpu")
+    result = compute(*host)
+    if isinstance(result, Tensor):
+        return to_fake(result, on.index)
+    return tuple(value if value is None else to_fake(value, on.index) for value in result)
 
 
 SPECIAL: dict[str, Callable[..., Any]] = {
     "copy_": _copy,
     "resize_": _resize,
     "native_dropout": _dropout,
-    "record_stream": _no_op,
+    "record_stream": lambda *_args: None,
     "_scaled_dot_product_flash_attention": _attention,
     "_scaled_dot_product_flash_attention_backward": _attention_backward,
     **{name: on_host(compute) for name, compute in SYNCHRONISED.items()},

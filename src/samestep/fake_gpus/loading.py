@@ -16,6 +16,7 @@ from torch.utils._device import _device_constructors
 
 from samestep.fake_gpus import devices
 from samestep.fake_gpus.host_memory import to_fake
+from samestep.fake_gpus.notes import around
 from samestep.instrument.patch import Patches
 
 MAKERS = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "eye", "empty_strided", "tensor")
@@ -23,9 +24,7 @@ LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "rand
 OF_DDP = ("/nn/parallel/distributed.py", "/torch/autograd/graph.py")  # the latter runs the backward pass
 StorageWeakRef: Any = reductions.StorageWeakRef
 _pinned: dict[int, Any] = {}  # by the address of the storage
-
-
-_emptied: dict[int, Any] = {}
+_emptied: dict[int, Any] = {}  # likewise
 
 
 def _pin(tensor: Tensor, _device: Any = None) -> Tensor:
@@ -57,40 +56,34 @@ def _pinning(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _new_storage(original: Callable[..., Any]) -> Callable[..., Any]:
-    def new(cls: Any, *args: Any, device: Any = None, **named: Any) -> Any:
-        if device is None or torch.device(device).type != "cuda":
-            return original(cls, *args, device=device, **named) if device is not None else original(cls, *args, **named)
-        index = devices.check_index(torch.device(device).index)
-        given = args[0] if args else 0
-        bytes_ = (
-            torch.empty(given, dtype=torch.uint8) if isinstance(given, int) else torch.tensor(given, dtype=torch.uint8)
-        )
-        return to_fake(bytes_, index).untyped_storage()
-
-    return new
+@around
+def _new_storage(original: Callable[..., Any], cls: Any, *args: Any, device: Any = None, **named: Any) -> Any:
+    if device is None:
+        return original(cls, *args, **named)
+    if torch.device(device).type != "cuda":
+        return original(cls, *args, device=device, **named)
+    index = devices.check_index(torch.device(device).index)
+    given = args[0] if args else 0
+    make = torch.empty if isinstance(given, int) else torch.tensor
+    return to_fake(make(given, dtype=torch.uint8), index).untyped_storage()
 
 
-def _resize(original: Callable[..., Any]) -> Callable[..., Any]:
-    def resize_(self: Any, size: int) -> Any:
-        if self.device.type != "cuda":
-            return original(self, size)
-        _emptied.pop(self._cdata, None)
-        if size > self.nbytes():
-            raise NotImplementedError("fake GPUs do not fake a storage that grows: make a new tensor")
-        if size == 0:  # what FSDP does with parameters that it gathers again; the memory stays
-            _emptied[self._cdata] = StorageWeakRef(self)
-        return self
-
-    return resize_
+@around
+def _resize(original: Callable[..., Any], storage: Any, size: int) -> Any:
+    if storage.device.type != "cuda":
+        return original(storage, size)
+    _emptied.pop(storage._cdata, None)  # noqa: SLF001
+    if size > storage.nbytes():
+        raise NotImplementedError("fake GPUs do not fake a storage that grows: make a new tensor")
+    if size == 0:  # what FSDP does with parameters that it gathers again; the memory stays
+        _emptied[storage._cdata] = StorageWeakRef(storage)  # noqa: SLF001
+    return storage
 
 
-def _size(original: Callable[..., int]) -> Callable[..., int]:
-    def nbytes(self: Any) -> int:
-        emptied = _emptied.get(self._cdata) if _emptied else None
-        return original(self) if emptied is None or emptied.expired() else 0
-
-    return nbytes
+@around
+def _size(original: Callable[..., int], storage: Any) -> int:
+    emptied = _emptied.get(storage._cdata) if _emptied else None  # noqa: SLF001
+    return original(storage) if emptied is None or emptied.expired() else 0
 
 
 def _rebuild(tensor: Tensor, device: torch.device, requires_grad: bool, kind: type[Tensor]) -> Tensor:
@@ -100,15 +93,11 @@ def _rebuild(tensor: Tensor, device: torch.device, requires_grad: bool, kind: ty
     return moved.requires_grad_(requires_grad)
 
 
-def _reduce(original: Callable[..., Any]) -> Callable[..., Any]:
-    def reduce_tensor(tensor: Tensor) -> Any:
-        if tensor.device.type != "cuda":
-            return original(tensor)
-        if tensor.requires_grad and not tensor.is_leaf:
-            return original(tensor)  # which refuses it
-        return _rebuild, (tensor.detach().cpu(), tensor.device, tensor.requires_grad, type(tensor))
-
-    return reduce_tensor
+@around
+def _reduce(original: Callable[..., Any], tensor: Tensor) -> Any:
+    if tensor.device.type != "cuda" or (tensor.requires_grad and not tensor.is_leaf):
+        return original(tensor)  # which refuses what is no leaf
+    return _rebuild, (tensor.detach().cpu(), tensor.device, tensor.requires_grad, type(tensor))
 
 
 def patch_loading(patches: Patches) -> None:

@@ -17,27 +17,25 @@ import torch
 from torch import Tensor
 
 from samestep.fake_gpus.devices import two_devices
+from samestep.fake_gpus.notes import around
 from samestep.instrument.patch import Patches
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 Maybe = Tensor | None
 
 
-def _recurrent(compute: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _recurrent(compute: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """Runs a recurrent layer in host memory, with copies that autograd follows: a GPU's kernels are cuDNN's."""
-
-    def run(*args: Any, **named: Any) -> Any:
-        found = {tensor.device for tensor in _tensors(args)}
-        cards = [device for device in found if device.type == "cuda"]
-        if not cards:
-            return compute(*args, **named)
-        tensors = [tensor for tensor in _tensors(args) if tensor.dtype is not torch.int64]  # sizes of a packed sequence
-        others = [tensor.device for tensor in tensors if tensor.device not in cards[:1]]
-        if others:
-            raise two_devices(cards[0], others[0])
-        return _moved(compute(*_moved(args, torch.device("cpu")), **named), cards[0])
-
-    return run
+    found = {tensor.device for tensor in _tensors(args)}
+    cards = [device for device in found if device.type == "cuda"]
+    if not cards:
+        return compute(*args, **named)
+    tensors = [tensor for tensor in _tensors(args) if tensor.dtype is not torch.int64]  # sizes of a packed sequence
+    others = [tensor.device for tensor in tensors if tensor.device not in cards[:1]]
+    if others:
+        raise two_devices(cards[0], others[0])
+    return _moved(compute(*_moved(args, torch.device("cpu")), **named), cards[0])
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -73,27 +71,24 @@ def _gather(tensors: Sequence[Tensor], dim: int, card: int | None) -> Tensor:
     return torch.cat([tensor.to(target) for tensor in tensors], dim)
 
 
-def _attention(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@around
+def _attention(
+    compute: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **named: Any,
+) -> Any:
     """Takes flash attention for DTensors, as a GPU does: DTensor has a rule for that, and none for its parts."""
-
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **named: Any,
-    ) -> Tensor:
-        if type(query) in {Tensor, torch.nn.Parameter} or query.device.type != "cuda" or attn_mask is not None:
-            return compute(query, key, value, attn_mask, dropout_p, is_causal, **named)
-        if named.pop("enable_gqa", False):
-            key, value = (t.repeat_interleave(query.size(-3) // t.size(-3), -3) for t in (key, value))
-        flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
-        output: Tensor = flash(query, key, value, dropout_p, is_causal, **named)[0]
-        return output
-
-    return attend
+    if type(query) in {Tensor, torch.nn.Parameter} or query.device.type != "cuda" or attn_mask is not None:
+        return compute(query, key, value, attn_mask, dropout_p, is_causal, **named)
+    if named.pop("enable_gqa", False):
+        key, value = (t.repeat_interleave(query.size(-3) // t.size(-3), -3) for t in (key, value))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
+    return flash(query, key, value, dropout_p, is_causal, **named)[0]
 
 
 COPIES = {  # what DataParallel copies with

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from typing import Any, NoReturn
 
@@ -51,6 +52,15 @@ def watch_imports(patches: Patches) -> None:
     finder = _Extensions()
     sys.meta_path.insert(0, finder)
     patches.on_undo(lambda: sys.meta_path.remove(finder))
+
+
+def around(replacement: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes of `f(original, …)` what takes an original and returns the function, or method, that replaces it."""
+
+    def replace(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **named: replacement(original, *args, **named)
+
+    return replace
 
 
 def not_faked(name: str, advice: str) -> Any:
