@@ -17,11 +17,9 @@ Nothing is advised that would bring less than 2 %, and nothing is known of how t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
-
-import numpy as np
 
 from samestep.reporting.analysis import RunAnalysis
 from samestep.reporting.overlap import SYNC_BATCHNORM, Collective
@@ -75,9 +73,9 @@ def _communication(analysis: RunAnalysis) -> Iterator[Advice]:
     parts = [(name, account.part(spent)) for name, spent in causes]
     shares = ", ".join(f"{name} {format_percent(part)}" for name, part in parts if part >= LEAST)
     name, spent = causes[0]
-    where, how = "", f"all of the time that {name} takes"
-    if calls := [call for call in analysis.calls if _cause_of(call) == name]:
-        where = f", called at {escape_control(calls[0].where)}"
+    how = f"all of the time that {name} takes"
+    calls = [call for call in analysis.calls if _cause_of(call) == name]
+    where = f", called at {escape_control(calls[0].where)}" if calls else ""
     text = (
         f"Collectives take {format_percent(account.part(account.waits))} of a step: {shares}. The largest is "
         f"{name}{where}. {CHANGES[name]}"
@@ -96,7 +94,8 @@ def _causes(analysis: RunAnalysis) -> dict[str, float]:
     for call in analysis.calls:
         spent[_cause_of(call)] += call.least
     collective, named = account.phases.get("collective", 0.0), sum(call.seconds for call in analysis.calls)
-    share = collective / named if named and (named > collective or analysis.has_cut_steps) else 1.0
+    is_cut = any(line["more"] for log in analysis.logs for line in log.steps[-1:])  # not all pieces are written down
+    share = collective / named if named and (named > collective or is_cut) else 1.0
     spent = {name: seconds * share for name, seconds in spent.items()}
     spent["calls within libraries"] = max(0.0, collective - named * share)
     left = account.transfer - sum(spent.values())
@@ -122,9 +121,8 @@ def _data(analysis: RunAnalysis) -> Iterator[Advice]:
             "Load with more workers (`workers=` of samestep.shards, `num_workers=` of a DataLoader), or prepare "
             "the data beforehand"
         )
-        yield Advice(
-            "data", text, "the longest own time of each step, less what it is without data", _of(without, analysis)
-        )
+        how = "the longest own time of each step, less what it is without data"
+        yield Advice("data", text, how, account.part(table.mean(without)))
 
 
 LOOK = {
@@ -144,8 +142,9 @@ def _straggler(analysis: RunAnalysis) -> Iterator[Advice]:
         else "the others none"
     )
     look = LOOK.get(slow.phase, "what else runs there, at its cores and device")
+    host = next((escape_control(log.host) for log in analysis.logs if log.rank == slow.rank), "")
     text = (
-        f"Rank {slow.rank} on {_host(analysis, slow.rank)} is a straggler: it is busy for {format_duration(slow.own)} "
+        f"Rank {slow.rank} on {host} is a straggler: it is busy for {format_duration(slow.own)} "
         f"a step, {times}, and it loses most in {slow.phase}. Look {look}"
     )
     how = "what the longest own time of each step would be shorter if it kept up"
@@ -194,7 +193,8 @@ def _exchange(analysis: RunAnalysis) -> Iterator[Advice]:
     yield Advice("accumulation", more, "half of the least that any rank waits", part / 2)
     if overlap is not None and overlap.buckets:
         text = 'Hide the exchange behind the backward (`samestep.replicate(…, buckets="auto")`)'
-        text += ', or send less (`compress="int8"`, say)' if _hosts(analysis) > 1 else ""
+        if len({log.host for log in analysis.logs}) > 1:  # machines of one name have folders of their own
+            text += ', or send less (`compress="int8"`, say)'
         yield Advice("overlap", text, "the least that any rank waits for gradients, if nothing of it were left", part)
 
 
@@ -215,8 +215,7 @@ def _saves(analysis: RunAnalysis) -> Iterator[Advice]:
     part = analysis.account.of_run(spent)
     text = (
         f"Saving stops the training for {format_duration(spent)}, {format_percent(part)} of the run. Save half as "
-        "often (`every=`; the "
-        'end of each epoch is saved too, unless it is `every="2 epochs"`, say)'
+        'often (`every=`; the end of each epoch is saved too, unless it is `every="2 epochs"`, say)'
     )
     written = max((len(log.checkpoints) for log in analysis.logs), default=0)
     if part >= LEAST and written != 1:  # the last state is saved in any case
@@ -243,30 +242,8 @@ def _idle(analysis: RunAnalysis) -> Iterator[Advice]:
         yield Advice("idle stages", text, "what the ranks' time holds besides actions", part)
 
 
-KINDS: tuple[Callable[[RunAnalysis], Iterator[Advice]], ...] = (
-    _data,
-    _straggler,
-    _uneven,
-    _changing,
-    _exchange,
-    _calls,
-    _saves,
-    _evaluations,
-    _idle,
-)
-
-
-def _of(columns: np.typing.NDArray[np.float64], analysis: RunAnalysis) -> float:
-    return analysis.account.part(analysis.table.steady.mean(columns))
+KINDS = (_data, _straggler, _uneven, _changing, _exchange, _calls, _saves, _evaluations, _idle)
 
 
 def _uneven_gain(analysis: RunAnalysis) -> float:
     return 0.0 if analysis.ledger is None else analysis.account.part(analysis.ledger.cost)
-
-
-def _hosts(analysis: RunAnalysis) -> int:
-    return len({log.host for log in analysis.logs})  # machines of one name have folders of their own
-
-
-def _host(analysis: RunAnalysis, rank: int) -> str:
-    return next((escape_control(log.host) for log in analysis.logs if log.rank == rank), "")

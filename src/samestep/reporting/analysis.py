@@ -46,11 +46,6 @@ class RunAnalysis:
     def calls(self) -> list[Collective]:
         return calls(self.logs)
 
-    @property
-    def has_cut_steps(self) -> bool:
-        """Whether steps have more pieces than are written down one by one."""
-        return any(line["more"] for log in self.logs for line in log.steps[-1:])
-
     @cached_property
     def gantts(self) -> list[Gantt]:
         return gantts(self.logs)

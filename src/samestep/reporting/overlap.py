@@ -9,9 +9,10 @@ Whoever fills buckets says when one is full; when it was sent and when it was ba
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean
 
 from samestep.reporting.run_log import Event, RankLog, measured
@@ -77,25 +78,15 @@ def calls(logs: Sequence[RankLog]) -> list[Collective]:
     by_rank = []
     for log in logs:
         lines = [line for line in _some_of(log) if line["step"] > log.steps[0]["step"]]
-        spent: Counter[tuple[str, str]] = Counter()
-        for line in lines:
-            spent.update(_called(line))
+        spent: dict[tuple[str, str], float] = defaultdict(float)
+        for name, _, length, *call in chain.from_iterable(line["spans"] for line in lines):
+            if name == "collective" and len(call) == 2:
+                spent[str(call[0]), str(call[1])] += measured(length)
         by_rank.append({call: micros / len(lines) / 1e6 for call, micros in spent.items()})
     every = {call for each in by_rank for call in each}
-    found = [_call(call, [spent.get(call, 0.0) for spent in by_rank]) for call in every]
+    spent_by_call = [(call, [spent.get(call, 0.0) for spent in by_rank]) for call in every]
+    found = [Collective(*call, fmean(spent), min(spent)) for call, spent in spent_by_call]
     return sorted(found, key=lambda each: (-each.seconds, each.where))[:SHOWN]
-
-
-def _call(call: tuple[str, str], spent: Sequence[float]) -> Collective:
-    return Collective(*call, fmean(spent), min(spent))
-
-
-def _called(line: Event) -> Counter[tuple[str, str]]:
-    spent: Counter[tuple[str, str]] = Counter()
-    for name, _, length, *call in line["spans"]:
-        if name == "collective" and len(call) == 2:
-            spent[str(call[0]), str(call[1])] += measured(length)  # type: ignore[assignment]
-    return spent
 
 
 def _some_of(log: RankLog) -> list[Event]:

@@ -28,19 +28,7 @@ from samestep.reporting.analysis import RunAnalysis
 from samestep.reporting.run_log import RankLog, json_safe
 from samestep.reporting.status import program
 from samestep.reporting.summary import Summary, checkpoints, clock
-from samestep.reporting.timeline import (
-    MOST_CURVES,
-    STACKED,
-    Course,
-    Curve,
-    Gantt,
-    StepTimeline,
-    course,
-    curves,
-    ends,
-    moments,
-    ranges,
-)
+from samestep.reporting.timeline import MOST_CURVES, STACKED, Curve, Gantt, course, curves, ends, moments, ranges
 from samestep.text import escape_lines, format_bytes, format_duration, format_number, format_percent, spans
 
 EVEN = 0.005  # of the mean: ranks that have so much more have as much
@@ -149,9 +137,17 @@ def _asset(name: str) -> str:
 
 
 def _charts(analysis: RunAnalysis) -> dict[str, Any]:
+    phases = course(analysis.table)
     text = {
-        "moments": [_moment(each) for each in moments(analysis.table, analysis.logs)],
-        "course": _course(course(analysis.table)),
+        "moments": [
+            vars(each) | {"lanes": [[lane.rank, lane.spans, lane.buckets, lane.more] for lane in each.lanes]}
+            for each in moments(analysis.table, analysis.logs)
+        ],
+        "course": {
+            "steps": phases.steps,
+            "phases": {name: _milliseconds(phases.phases[name]) for name in PHASES if name in phases.phases},
+            "slowest": _milliseconds(phases.slowest),
+        },
         "heat": _heat(analysis),
         "curves": [asdict(each) for each in _curves(analysis)],
         "gantts": [_gantt(each) for each in analysis.gantts],
@@ -167,16 +163,6 @@ def _curves(analysis: RunAnalysis) -> list[Curve]:
     for each in reversed(earlier):
         found += curves(analysis.run.attempt(each))
     return found
-
-
-def _moment(moment: StepTimeline) -> dict[str, Any]:
-    lanes = [[lane.rank, lane.spans, lane.buckets, lane.more] for lane in moment.lanes]
-    return {"step": moment.step, "why": moment.why, "seconds": moment.seconds, "lanes": lanes}
-
-
-def _course(course: Course) -> dict[str, Any]:
-    phases = {name: _milliseconds(course.phases[name]) for name in PHASES if name in course.phases}
-    return {"steps": course.steps, "phases": phases, "slowest": _milliseconds(course.slowest)}
 
 
 def _milliseconds(values: Sequence[float]) -> list[float]:
@@ -207,23 +193,18 @@ def _heat(analysis: RunAnalysis) -> dict[str, Any] | None:
 
 def _gantt(gantt: Gantt) -> dict[str, Any]:
     boxes = [[box.rank, box.kind, box.stage, box.micro_batch, 1e3 * box.begin, 1e3 * box.end] for box in gantt.boxes]
-    text = {"step": gantt.step, "schedule": gantt.schedule, "stages": gantt.stages, "ranks": list(gantt.ranks)}
-    return text | {"boxes": boxes, "idle": gantt.idle, "seconds": gantt.seconds}
+    return vars(gantt) | {"boxes": boxes, "idle": gantt.idle, "seconds": gantt.seconds}
 
 
 # --- tables -------------------------------------------------------------------------------------------
 
 
 def _parts(analysis: RunAnalysis) -> list[dict[str, Any]]:
-    account = analysis.account
+    shares = [(name, spent, analysis.account.part(spent)) for name, spent in analysis.account.phases.items()]
     return [
-        {
-            "name": name,
-            "share": account.part(spent),
-            "told": f"{format_duration(spent)}, {format_percent(account.part(spent))}",
-        }
-        for name, spent in account.phases.items()
-        if account.part(spent) >= LEAST_SHOWN
+        {"name": name, "share": share, "told": f"{format_duration(spent)}, {format_percent(share)}"}
+        for name, spent, share in shares
+        if share >= LEAST_SHOWN
     ]
 
 
@@ -297,17 +278,12 @@ def _ledger_words(analysis: RunAnalysis) -> str:
 
 
 def _calls(analysis: RunAnalysis) -> list[Row]:
-    part = analysis.account.part
-    return [
-        [
-            call.operation,
-            call.where,
-            format_duration(call.seconds),
-            format_percent(part(call.seconds)),
-            format_duration(call.least),
-        ]
-        for call in analysis.calls
-    ]
+    rows = []
+    for call in analysis.calls:
+        share = format_percent(analysis.account.part(call.seconds))
+        times = [format_duration(call.seconds), share, format_duration(call.least)]
+        rows.append([call.operation, call.where, *times])
+    return rows
 
 
 def _saves(analysis: RunAnalysis) -> list[Row]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import marshal
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -61,10 +61,8 @@ class RankLog:
             if kind in lists:
                 lists[kind].append(event)
                 self.at = {} if kind == "step" and self.at and self.at["step"] < event["step"] else self.at
-            elif kind in ("begin", "machine", "at"):
+            elif kind in ("begin", "machine", "at", "end"):
                 setattr(self, kind, event)
-            elif kind == "end":
-                self.end = event
             elif kind == "dropped":
                 self.dropped += event["lines"]
         return count
@@ -89,17 +87,16 @@ class Run:
     findings: list[Event] = field(default_factory=list)  # those of --check, as `samestep verify --json` has them
     checked: Event | None = None  # what --check says of itself; None where it was not asked for, or is not over
     reader: type[Reader] = field(default=Reader, repr=False)  # a view of the last steps need not read all
-    _launcher: Reader | None = field(default=None, repr=False)
     _checked: tuple[int, int] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self._launcher = Reader(RunDirectory(self.path).events)
 
     def refresh(self) -> int:
         """Reads what is new; returns how many events there were."""
-        directory = RunDirectory(self.path)
-        self.about = _object_in(directory.record)
+        self.about = _object_in(RunDirectory(self.path).record)
         self._read_findings(self.path / "findings.jsonl")
         self.checked = _object_in(self.path / "checked.json") or None
-        if self._launcher is None:
-            self._launcher = Reader(directory.events)
         new = list(self._launcher.events())
         self.launcher_events += new
         for file in sorted(self.path.glob("[0-9]*/*/**/rank*.events.jsonl")):
@@ -128,7 +125,7 @@ class Run:
     @property
     def problems(self) -> list[str]:
         """What could not be read, a line each."""
-        readers = [log.reader for log in self.ranks.values()] + ([self._launcher] if self._launcher else [])
+        readers = [*(log.reader for log in self.ranks.values()), self._launcher]
         lines = [f"{one.path.name}: {one.torn} lines that are no events were left out" for one in readers if one.torn]
         if self.path.joinpath("run.json").exists() and not self.about:
             lines.append("run.json is cut, or no JSON: what was run, and how it ended, is not known")
@@ -167,7 +164,8 @@ def open_run(path: Path, reader: type[Reader] = Reader) -> Run:
     except OSError as error:
         raise UsageError(f"{error.filename or path} cannot be read: {error.strerror}") from error
     if not run.about and not run.ranks:
-        raise UsageError(f"{path} is no run directory: neither run.json nor events of a rank are in it{_inside(path)}")
+        hint = "" if (found := _newest(path)) is None else f"; the newest run in it is {found}"
+        raise UsageError(f"{path} is no run directory: neither run.json nor events of a rank are in it{hint}")
     return run
 
 
@@ -182,12 +180,6 @@ def latest_run(runs: Path) -> Path:
 def _newest(runs: Path) -> Path | None:
     record = max(runs.glob("*/run.json"), key=lambda each: each.stat().st_mtime, default=None)
     return None if record is None else record.parent
-
-
-def _inside(path: Path) -> str:
-    """Names the newest run in a directory of runs."""
-    found = _newest(path)
-    return "" if found is None else f"; the newest run in it is {found}"
 
 
 def measured(value: Any) -> float:
@@ -319,15 +311,13 @@ class PackingReader(Reader):
     def events(self) -> Iterator[dict[str, Any]]:
         for event in super().events():
             event["t"] = instant(event["t"])
-            yield _packed(event) if event["kind"] == "step" else event
-
-
-def _packed(line: dict[str, Any]) -> dict[str, Any]:
-    packed = {intern(name): value for name, value in line.items()}
-    packed["spent"] = {intern(name): value for name, value in line["spent"].items()}
-    packed["work"] = {intern(name): value for name, value in line["work"].items()}
-    packed["spans"], packed["buckets"] = Packed(line["spans"]), Packed(line["buckets"])
-    return packed
+            if event["kind"] == "step":
+                event = {intern(name): value for name, value in event.items()}
+                for part in ("spent", "work"):
+                    event[part] = {intern(name): value for name, value in event[part].items()}
+                for part in ("spans", "buckets"):
+                    event[part] = Packed(event[part])
+            yield event
 
 
 # --- the last steps of a run that goes on ---------------------------------------------------------------------
@@ -362,12 +352,6 @@ def recent_steps(log: RankLog) -> RecentSteps:
     spent |= {name: measured(now.get(name)) for name in NON_TRAINING}
     spent = {name: seconds for name, seconds in spent.items() if seconds}
     return RecentSteps(steps, max(0.0, trained) / steps, spent, measured(lines[0]["work"].get("samples")))
-
-
-def median_step(recent: Iterable[RecentSteps]) -> float:
-    """Returns the seconds of a step, the median of the ranks; 0 where nothing is known."""
-    known = [each.seconds for each in recent if each.seconds]
-    return median(known) if known else 0.0
 
 
 def largest_remainder(spent: Mapping[str, float], width: int) -> dict[str, int]:

@@ -47,11 +47,6 @@ class RankStatus:
     text: str
     level: Level = ""
 
-    @property
-    def is_remarkable(self) -> bool:
-        """Whether somebody who looks for trouble should see it."""
-        return self.level in {"warn", "bad"}
-
 
 ENDED = {0: RankStatus("finished", "good"), PREEMPTED: RankStatus("preempted, and saved", "warn")}  # by exit code
 
@@ -234,11 +229,15 @@ def failure(run: Run) -> str:
     found = run.about.get("failure")
     if not isinstance(found, dict):
         return ""
-    what = ": ".join(_text(found[key]) for key in ("exception", "message") if found.get(key))
-    if not what and found.get("signal"):
-        what = f"ended by signal {_text(found['signal'])}"
-    where = f", at {_text(found['where'])}" if found.get("where") else ""
-    return f"rank {_text(found.get('rank'))} on {_text(found.get('host'))}: {what or 'failed'}{where}"
+    return f"rank {_text(found.get('rank'))} on {_text(found.get('host'))}: {_cause(found, 'ended by signal')}"
+
+
+def _cause(failure: Event, by_signal: str) -> str:
+    what = ": ".join(_text(failure[key]) for key in ("exception", "message") if failure.get(key))
+    if not what and failure.get("signal"):
+        what = f"{by_signal} {_text(failure['signal'])}"
+    where = f", at {_text(failure['where'])}" if failure.get("where") else ""
+    return f"{what or 'failed'}{where}"
 
 
 def run_events(run: Run) -> list[RunEvent]:
@@ -344,8 +343,11 @@ def state(analysis: RunAnalysis, now: float) -> State:
     about = analysis.run.about
     word = _word(analysis)
     sentences = [_first(analysis)]
-    if word == "running":
-        sentences.append(_running(analysis, now))
+    if word == "running" and (quiet := _silence(analysis.logs, now)):
+        age = format_duration(quiet)
+        sentences.append(f"It is still running, or was killed with its launcher: the last line is {age} old.")
+    elif word == "running":
+        sentences.append("It is still running: this is what it has written by now.")
     elif about:
         sentences.append(_exit(about))
     sentences += [*_failure(about), *_hangs(analysis)]
@@ -375,12 +377,6 @@ def program(about: Event) -> str:
     return str(command[0]) if isinstance(command, list) and command else "A script"
 
 
-def _running(analysis: RunAnalysis, now: float) -> str:
-    if quiet := _silence(analysis.logs, now):
-        return f"It is still running, or was killed with its launcher: the last line is {format_duration(quiet)} old."
-    return "It is still running: this is what it has written by now."
-
-
 def _exit(about: Event) -> str:
     code = about.get("exit")
     meaning = {
@@ -390,17 +386,13 @@ def _exit(about: Event) -> str:
         128 + signal.SIGINT: ": Ctrl-C",
         128 + signal.SIGTERM: ": it was told to end, and had saved nothing by then",
     }
-    meaning_of_code = meaning.get(code, "") if isinstance(code, int) else ""
-    return f"It ended with exit code {escape_control(code)}{meaning_of_code}."
+    return f"It ended with exit code {escape_control(code)}{meaning.get(code, '') if isinstance(code, int) else ''}."
 
 
 def _hangs(analysis: RunAnalysis) -> Iterator[str]:
     """What the launcher has said of hangs: of those that ended the run the failure tells."""
-    said = [
-        one
-        for one in analysis.run.launcher_events
-        if one["kind"] in {"hang", "moves"} and one["attempt"] == analysis.number
-    ]
+    own = [one for one in analysis.run.launcher_events if one["attempt"] == analysis.number]
+    said = [one for one in own if one["kind"] in {"hang", "moves"}]
     for one, after in zip_longest(said, said[1:]):
         if one["kind"] == "hang" and analysis.run.about.get("exit") != HANG:
             first = escape_control(str(one["text"]).partition("\n")[0])
@@ -411,13 +403,7 @@ def _hangs(analysis: RunAnalysis) -> Iterator[str]:
 def _failure(about: Event) -> Iterator[str]:
     failure = about.get("failure")
     if isinstance(failure, dict):
-        said = [failure.get("exception"), failure.get("message")]
-        what = (
-            ": ".join(escape_control(each) for each in said if each)
-            or f"signal {escape_control(failure.get('signal'))}"
-        )
-        where = f", at {escape_control(failure['where'])}" if failure.get("where") else ""
-        yield f"Rank {escape_control(failure.get('rank'))} is to blame: {what}{where}."
+        yield f"Rank {_text(failure.get('rank'))} is to blame: {_cause(failure, 'signal')}."
 
 
 def _ranks(analysis: RunAnalysis, *, over: bool) -> Iterator[str]:
@@ -440,12 +426,9 @@ def _ranks(analysis: RunAnalysis, *, over: bool) -> Iterator[str]:
 
 def _last_seen(log: RankLog) -> str:
     """What a rank was at when it was last heard of, and had been for seconds."""
-    call = (
-        f" ({escape_control(log.at['operation'])} at {escape_control(log.at['site'])})" if log.at["operation"] else ""
-    )
-    return (
-        f"Rank {log.rank} was last seen in its phase {escape_control(log.at['phase'])!r}{call}, for over two seconds."
-    )
+    phase, operation, site = (escape_control(log.at[key] or "") for key in ("phase", "operation", "site"))
+    call = f" ({operation} at {site})" if operation else ""
+    return f"Rank {log.rank} was last seen in its phase {phase!r}{call}, for over two seconds."
 
 
 def _others(analysis: RunAnalysis) -> Iterator[str]:

@@ -177,20 +177,18 @@ def _whole(analysis: RunAnalysis) -> str:
     def text(spent: float) -> str:
         return f"{format_duration(spent)} ({format_percent(account.of_run(spent))})"
 
-    outside_training = [f"{NAMES[name]} {text(spent)}" for name, spent in account.outside_training.items()]
-    rest = (
-        [f"what lies before, between and behind {text(account.rest)}"] if account.of_run(account.rest) > 0.005 else []
-    )
-    parts = [f"{text(account.training)} were training", *outside_training, *rest]
+    parts = [f"{text(account.training)} were training"]
+    parts += [f"{NAMES[name]} {text(spent)}" for name, spent in account.outside_training.items()]
+    if account.of_run(account.rest) > 0.005:
+        parts.append(f"what lies before, between and behind {text(account.rest)}")
     return f"Of {format_duration(account.wall)} from begin to end {', '.join(parts)}."
 
 
 def _step(analysis: RunAnalysis) -> str:
     account = analysis.account
     phases = sorted(account.phases.items(), key=lambda each: -each[1])
-    text = ", ".join(
-        f"{name} {format_percent(account.part(spent))}" for name, spent in phases if account.part(spent) >= 0.005
-    )
+    shares = [(name, account.part(spent)) for name, spent in phases]
+    text = ", ".join(f"{name} {format_percent(share)}" for name, share in shares if share >= 0.005)
     slowest = f"; the slowest, step {account.slowest_step:,}, {format_duration(account.slowest)}"
     alone = account.slowest / account.training if account.training else 0.0
     slowest += f", {format_percent(alone)} of all training" if alone > MUCH and analysis.steps > 1 / MUCH else ""

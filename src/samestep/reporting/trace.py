@@ -70,15 +70,8 @@ def _events(run: Run, logs: Sequence[RankLog], zero: float) -> Iterator[_FIELDS]
     if said:
         yield _name(LAUNCHER, "launcher")
     for one in said:
-        fields = {
-            "name": one["kind"],
-            "ph": "i",
-            "s": "g",
-            "ts": _micros(instant(one["t"]) - zero),
-            "pid": LAUNCHER,
-            "tid": 1,
-        }
-        yield fields | {"args": {"text": one["text"], "ranks": one["ranks"]}}
+        fields = {"name": one["kind"], "ph": "i", "s": "g", "ts": _micros(instant(one["t"]) - zero)}
+        yield fields | {"pid": LAUNCHER, "tid": 1, "args": {"text": one["text"], "ranks": one["ranks"]}}
 
 
 class _Rank:
@@ -93,12 +86,13 @@ class _Rank:
         for line in self._log.pipelines:
             yield from self._pipeline(line)
         for line in self._log.checkpoints:
-            args = {key: line[key] for key in ("path", "bytes", "reason")}
-            yield self._box(
-                CHECKPOINTS, f"checkpoint {line['step']}", self._at(line["t"]), 1e6 * measured(line["seconds"]), args
-            )
+            args, length = {key: line[key] for key in ("path", "bytes", "reason")}, 1e6 * measured(line["seconds"])
+            yield self._box(CHECKPOINTS, f"checkpoint {line['step']}", self._at(line["t"]), length, args)
         for line in self._log.values:
-            yield from self._values(line)
+            at = {"ph": "C", "ts": self._at(line["t"]), "pid": self._log.rank}
+            for name, value in line["values"].items():
+                if not isinstance(value, str):
+                    yield {"name": name, **at, "args": {name: value}}
 
     def _at(self, moment: float) -> float:
         return _micros(moment - self._log.clock_offset - self._zero)
@@ -148,17 +142,10 @@ class _Rank:
             length = 1e6 * (measured(until) - measured(since))
             yield self._box(PIPELINE, f"{kind}{micro}", at, length, {"stage": stage})
 
-    def _values(self, line: Event) -> Iterator[_FIELDS]:
-        for name, value in line["values"].items():
-            if not isinstance(value, str):
-                at = {"ph": "C", "ts": self._at(line["t"]), "pid": self._log.rank}
-                yield {"name": name, **at, "args": {name: value}}
-
 
 def _name(process: int, name: str, thread: int | None = None) -> _FIELDS:
-    if thread is None:
-        return {"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}}
-    return {"name": "thread_name", "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+    of = {"name": "process_name"} if thread is None else {"name": "thread_name", "tid": thread}
+    return {**of, "ph": "M", "pid": process, "args": {"name": name}}
 
 
 def _micros(seconds: float) -> float:

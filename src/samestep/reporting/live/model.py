@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from samestep.paths import rank_file
 from samestep.reporting import status
-from samestep.reporting.run_log import Event, RankLog, RecentSteps, Run, measured, median_step, recent_steps
+from samestep.reporting.run_log import Event, RankLog, RecentSteps, Run, measured, recent_steps
 from samestep.reporting.status import RankStatus, RunEvent
 from samestep.text import escape_control, format_duration, format_number, plural
 
@@ -57,7 +58,7 @@ class ViewState:
         elif key == "q":
             return False
         elif key == "n":
-            problems = model.problem_ranks
+            problems = [rank for rank in model.ranks if model.row(rank).at.level in {"warn", "bad"}]
             self.rank = next((rank for rank in problems if rank > model.rank), problems[0] if problems else self.rank)
         elif model.ranks:
             self._move(key, model.ranks, model.rank)
@@ -166,21 +167,9 @@ class WatchModel:
         return Row(rank, host, 0 if log is None else log.step, its, at)
 
     @cached_property
-    def problem_ranks(self) -> list[int]:
-        return [rank for rank in self.ranks if self.row(rank).at.is_remarkable]
-
-    @cached_property
-    def state(self) -> RankStatus:
-        return status.run_status(self.run, self.launcher_state, self.now)
-
-    @cached_property
     def failure(self) -> str:
         """Why it failed, or cannot be read any more, in a line."""
         return escape_control(self.trouble) if self.trouble else status.failure(self.run)
-
-    @property
-    def took(self) -> float:
-        return status.took(self.run, self.now)
 
     @cached_property
     def run_events(self) -> list[RunEvent]:
@@ -188,8 +177,9 @@ class WatchModel:
 
     @cached_property
     def seconds(self) -> float:
-        """Of a step, as most ranks have it."""
-        return median_step(self.paces.values())
+        """Of a step, the median of the ranks; 0 where nothing is known."""
+        known = [each.seconds for each in self.paces.values() if each.seconds]
+        return median(known) if known else 0.0
 
     def name(self, room: int) -> str:
         """Returns the run, its ranks, its command; of its path only the end where there is no room for all."""
@@ -211,7 +201,11 @@ class WatchModel:
         if self.seconds:
             words.append(f"{format_duration(self.seconds)} a step")
             words.append(f"{format_number(float(f'{1 / self.seconds:.3g}'))} steps/s")
-            samples = sum(self.paces[rank].samples for rank, log in self.logs.items() if _has_first_stage(log))
+            samples = sum(  # of a pipeline all stages tell the same
+                self.paces[rank].samples
+                for rank, log in self.logs.items()
+                if not log.pipelines or any(stage == 0 for _, stage, *_ in log.pipelines[-1]["actions"])
+            )
             words += [f"{samples / self.seconds:,.0f} samples/s"] if samples else []
         epochs = [measured(log.steps[-1]["work"].get("epoch")) for log in self.logs.values() if log.steps]
         return words + ([f"epoch {format_number(max(epochs))}"] if any(epochs) else [])
@@ -236,11 +230,6 @@ class WatchModel:
         if log.folder.suffix == ".spawned" and not own.exists():
             return log.folder.parent / f"{log.folder.stem}.{stream}"  # it prints where its starter does
         return own
-
-
-def _has_first_stage(log: RankLog) -> bool:
-    """Whether the samples that a rank tells are its own: of a pipeline all stages tell the same."""
-    return not log.pipelines or any(stage == 0 for _, stage, *_ in log.pipelines[-1]["actions"])
 
 
 def path_as_said(path: Path) -> str:

@@ -31,7 +31,7 @@ from rich.text import Text
 
 from samestep.reporting.live.model import KEYS, Row, Value, WatchModel, path_as_said
 from samestep.reporting.run_log import largest_remainder
-from samestep.reporting.status import Level, RunEvent
+from samestep.reporting.status import Level, RunEvent, run_status, took
 from samestep.text import escape_control, format_duration, format_elapsed
 
 
@@ -175,7 +175,7 @@ class Renderer:
 
     def screen(self, output: Sequence[str], height: int) -> list[Text]:
         if self.model.choice.is_help:
-            return self._fitted([*self._keys()], height)
+            return self._fitted(list(self._keys()), height)
         top = list(self._top())
         events = self.model.panel == "events"
         shown = 0 if events else len(self.model.run_events)
@@ -219,11 +219,13 @@ class Renderer:
                 yield self._line(f" {text}", LEVELS["bad"])
 
     def _title(self) -> Text:
-        state, took = self.model.state, format_elapsed(self.model.took)
-        left = self.width - len(state.text) - len(took) - 4
-        text = Text(f" {self.marks.cut(self.model.name(left), left)} ", no_wrap=True)
+        model = self.model
+        state = run_status(model.run, model.launcher_state, model.now)
+        took_text = format_elapsed(took(model.run, model.now))
+        left = self.width - len(state.text) - len(took_text) - 4
+        text = Text(f" {self.marks.cut(model.name(left), left)} ", no_wrap=True)
         text.append(state.text, f"bold {LEVELS[state.level]}")
-        return text.append(f"  {took}")
+        return text.append(f"  {took_text}")
 
     def _values(self) -> Text:
         text = Text(no_wrap=True)
@@ -248,8 +250,7 @@ class Renderer:
         yield self._head(first, len(rows))
         yield from map(self._row, rows)
         if layout.legend:
-            legend = self.marks.legend({name for row in rows for name in row.pace.spent}, self.width)
-            yield legend
+            yield self.marks.legend({name for row in rows for name in row.pace.spent}, self.width)
 
     def _first_row(self, count: int) -> int:
         """The chosen rank stands in the middle, as far as there are ranks on both sides."""
@@ -334,11 +335,9 @@ class Renderer:
     def _keys(self) -> Iterator[Text]:
         yield self._line(" samestep watch: keys", "bold")
         for key, what in KEYS:
-            text = Text(f"   {key:<16}", "bold", no_wrap=True).append(what, "not bold")
-            yield text
+            yield Text(f"   {key:<16}", "bold", no_wrap=True).append(what, "not bold")
         yield Text("")
         phases = list(PHASES)
         for names in (phases[:7], phases[7:]):
-            text = Text("  ").append_text(self.marks.named(names))
-            yield text
+            yield Text("  ").append_text(self.marks.named(names))
         yield self._line("   these have a share of a bar only where the rank has just been in one", "dim")

@@ -24,22 +24,17 @@ from typing import Any, Self
 from rich.console import Console
 
 _KEY = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|O[ -~])|[\xc0-\xff][\x80-\xbf]+|.", re.DOTALL)
-_NAMES = {
-    b"\x1b[A": "up",
-    b"\x1bOA": "up",
-    b"\x1b[B": "down",
-    b"\x1bOB": "down",
-    b"\x1b[5~": "pageup",
-    b"\x1b[6~": "pagedown",
-    b"\x1b[H": "home",
-    b"\x1bOH": "home",
-    b"\x1b[1~": "home",
-    b"\x1b[F": "end",
-    b"\x1bOF": "end",
-    b"\x1b[4~": "end",
-    b"\t": "tab",
-    b"\x1b": "escape",
+_SENT = {
+    "up": (b"\x1b[A", b"\x1bOA"),
+    "down": (b"\x1b[B", b"\x1bOB"),
+    "pageup": (b"\x1b[5~",),
+    "pagedown": (b"\x1b[6~",),
+    "home": (b"\x1b[H", b"\x1bOH", b"\x1b[1~"),
+    "end": (b"\x1b[F", b"\x1bOF", b"\x1b[4~"),
+    "tab": (b"\t",),
+    "escape": (b"\x1b",),
 }
+_NAMES = {sequence: name for name, sequences in _SENT.items() for sequence in sequences}
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WAKING = (*_ENDING, signal.SIGTSTP, signal.SIGWINCH)
 
