@@ -71,13 +71,9 @@ def check_job(variables: RankVariables, folder: Path) -> tuple[list[Finding], bo
             found = [Finding(**line) for lines in gathered for line in lines]
             return [*found, *judge(pairwise.measure(world, folder))], world.is_first
     except (SamestepError, RuntimeError) as error:
-        return [_alone(variables, error), *run_checks(folder)], variables.rank == 0
-
-
-def _alone(variables: RankVariables, error: Exception) -> Finding:
-    said = str(error).splitlines()[0]
-    text = (
-        f"{variables.source} says that this is rank {variables.rank} of {variables.size}, and they do not meet: {said}"
-    )
-    fix = f"unset {' '.join(ENVIRONMENT)}  # or start the doctor as the ranks are started: srun samestep doctor"
-    return Finding("ranks of this job", "error", text, "a training started like this waits, and fails", fix)
+        said, which = str(error).splitlines()[0], f"rank {variables.rank} of {variables.size}"
+        text = f"{variables.source} says that this is {which}, and they do not meet: {said}"
+        fix = f"unset {' '.join(ENVIRONMENT)}  # or start the doctor as the ranks are started: srun samestep doctor"
+        effect = "a training started like this waits, and fails"
+        alone = Finding("ranks of this job", "error", text, effect, fix)
+        return [alone, *run_checks(folder)], variables.rank == 0

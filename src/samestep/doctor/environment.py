@@ -29,6 +29,8 @@ class Risk(NamedTuple):
 
 
 BOUND = "all ranks bind their threads to the same cores"
+NUMPY_FIRST = "importing numpy before torch"
+TEN_BITS = "float32 products keep 10 bits of the fraction"
 SWITCHED = "(?i)1|true|yes|on"
 RISKY_VARIABLES = (
     Risk("CUDA_LAUNCH_BLOCKING", SWITCHED, "warning", "kernels run one after another: steps take far longer"),
@@ -48,16 +50,9 @@ RISKY_VARIABLES = (
     Risk("LD_PRELOAD", ".+", "note", "every rank loads it too; tools that replace functions can stop forked ranks"),
     Risk("OMP_WAIT_POLICY", "(?i)active", "warning", "threads that wait keep their cores: ranks slow each other down"),
     Risk("KMP_BLOCKTIME", "(?i)infinite|[1-9][0-9]{3,}", "warning", "threads that wait keep their cores for seconds"),
-    Risk(
-        "MKL_THREADING_LAYER",
-        "(?i)intel",
-        "note",
-        "importing numpy before torch may end with 'incompatible with libgomp'",
-    ),
-    Risk(
-        "NVIDIA_TF32_OVERRIDE", "1", "warning", "float32 products keep 10 bits of the fraction, whatever torch is told"
-    ),
-    Risk("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", SWITCHED, "note", "float32 products keep 10 bits of the fraction"),
+    Risk("MKL_THREADING_LAYER", "(?i)intel", "note", f"{NUMPY_FIRST} may end with 'incompatible with libgomp'"),
+    Risk("NVIDIA_TF32_OVERRIDE", "1", "warning", f"{TEN_BITS}, whatever torch is told"),
+    Risk("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", SWITCHED, "note", TEN_BITS),
     Risk("TORCH_CPP_LOG_LEVEL", "(?i)info", "note", "every rank prints pages"),
     Risk("PYTHONMALLOC", ".*debug", "note", "every allocation of Python's is checked: slow"),
     Risk("PYTHONDEVMODE", ".+", "note", "every allocation of Python's is checked: slow"),
@@ -70,9 +65,7 @@ PREFIXES = {  # of what is set and in no row above: what it changes without a wo
     "NCCL_": "NCCL does what they say instead of what it would choose",
     "TORCH_NCCL_": "torch's NCCL groups do what they say",
     "GLOO_": "gloo does what they say instead of what it would choose",
-    "OMP_": "threads are placed and counted as they say, in every rank alike",
-    "KMP_": "threads are placed and counted as they say, in every rank alike",
-    "MKL_": "threads are placed and counted as they say, in every rank alike",
+    **dict.fromkeys(("OMP_", "KMP_", "MKL_"), "threads are placed and counted as they say, in every rank alike"),
 }
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LIBRARIES = ("libnccl.so*", "libcudart.so*", "libcudnn.so*", "libtorch.so*", "libgomp.so*", "libmpi.so*")
@@ -80,25 +73,22 @@ NCCL_FILES = (Path("/etc/nccl.conf"), Path("~/.nccl.conf"))
 
 
 def check(read: Read = variable, names: Iterable[str] | None = None) -> Iterator[Finding]:
-    lines = [
-        *(_matches(risky, read) for risky in RISKY_VARIABLES),
+    found = [
+        Finding(name, level, f"is {value}", effect, f"unset {name}")
+        for name, values, level, effect in RISKY_VARIABLES
+        if (value := read(name)) is not None and re.fullmatch(values, value.strip())
+    ]
+    others = [
         _detail(read, visible_gpus()),
         _threads(read("OMP_NUM_THREADS"), read_cores().amount),
         _gpus(read("CUDA_VISIBLE_DEVICES"), visible_gpus()),
         *_ranks(read),
     ]
-    found = [line for line in lines if line is not None]
+    found += [line for line in others if line is not None]
     named = {line.check for line in found} | {risky.name for risky in RISKY_VARIABLES} | {*CHOSEN, "OMP_NUM_THREADS"}
     found += _prefixes(sorted(variable_names() if names is None else names), named, read)
     found += [*_libraries(read("LD_LIBRARY_PATH") or ""), *_files(NCCL_FILES)]
     yield from found or [ok("variables", "none that will surprise")]
-
-
-def _matches(risky: Risk, read: Read) -> Finding | None:
-    value = read(risky.name)
-    if value is None or not re.fullmatch(risky.values, value.strip()):
-        return None
-    return Finding(risky.name, risky.level, f"is {value}", risky.effect, f"unset {risky.name}")
 
 
 def _detail(read: Read, gpus: int) -> Finding | None:
@@ -149,11 +139,9 @@ def _ranks(read: Read) -> Iterator[Finding]:
     except RankVariablesError as error:
         yield Finding("rank variables", "error", str(error), "scripts that join by env:// fail at once", fix)
         return
-    if launched is None and read("MASTER_ADDR") is not None:
-        yield from _master(str(read("MASTER_ADDR")), fix)
-
-
-def _master(name: str, fix: str) -> Iterator[Finding]:
+    name = read("MASTER_ADDR")
+    if launched is not None or name is None:
+        return
     try:
         socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:

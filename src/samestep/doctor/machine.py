@@ -75,9 +75,8 @@ def judge_cores(cores: Cores, busy: float) -> Finding:
 def numa(root: Path) -> Finding:
     """Tells how many parts of memory there are, each near to some of the cores."""
     nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
-    if nodes > 1:
-        return ok("NUMA", f"{nodes} nodes: `samestep run --pin` keeps each rank's memory beside its cores")
-    return ok("NUMA", "1 node: all memory is as near to every core")
+    many = f"{nodes} nodes: `samestep run --pin` keeps each rank's memory beside its cores"
+    return ok("NUMA", many if nodes > 1 else "1 node: all memory is as near to every core")
 
 
 def _memory(left: int, whole: int) -> Finding:
@@ -200,13 +199,8 @@ def kind_of(folder: Path) -> str:
 
 def _disk_speed(folder: Path) -> Finding:
     block = os.urandom(1 << 20)
-    begun = time.perf_counter()
-    with (folder / "large").open("wb", buffering=0) as file:
-        for _ in range(WRITTEN >> 20):
-            file.write(block)
-        os.fsync(file.fileno())
-    rate = WRITTEN / (time.perf_counter() - begun)
-    safe = median(_sync(folder / str(number)) for number in range(SYNCS))
+    rate = WRITTEN / _written(folder / "large", [block] * (WRITTEN >> 20))
+    safe = median(_written(folder / str(number), [b"samestep"]) for number in range(SYNCS))
     text = f"{format_bytes(rate)}/s written and safe; a small write safe after {format_duration(safe)}"
     if rate < SLOW_DISK or safe > LONG_SYNC:
         effect = "checkpoints take long; they are written beside the training, but a preempted run must wait"
@@ -214,10 +208,12 @@ def _disk_speed(folder: Path) -> Finding:
     return ok("disk speed", text)
 
 
-def _sync(path: Path) -> float:
+def _written(path: Path, blocks: list[bytes]) -> float:
+    """Writes blocks; returns the seconds until they are safe."""
     begun = time.perf_counter()
     with path.open("wb", buffering=0) as file:
-        file.write(b"samestep")
+        for block in blocks:
+            file.write(block)
         os.fsync(file.fileno())
     return time.perf_counter() - begun
 

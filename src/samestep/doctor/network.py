@@ -17,7 +17,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from ipaddress import IPv4Network
 from pathlib import Path
 from typing import NamedTuple
@@ -74,8 +74,8 @@ def own_name(name: str, found: Sequence[Interface]) -> Finding:
         effect = "ranks on other hosts that are told it reach somebody else"
         return Finding("own name", "warning", f"{text}, which is not this host", effect, fix)
     if took > LONG:
-        effect = "every start of a rank waits as long"
-        return Finding("own name", "warning", f"{text}, found after {took:.1f} s", effect, fix)
+        text = f"{text}, found after {took:.1f} s"
+        return Finding("own name", "warning", text, "every start of a rank waits as long", fix)
     return ok("own name", text)
 
 
@@ -106,11 +106,9 @@ def interfaces(found: Sequence[Interface], net: Path = NET) -> Finding:
 def _link(folder: Path) -> str:
     parts = []
     for name, word in (("speed", "{} Mbit/s"), ("mtu", "MTU {}")):
-        try:
+        with suppress(OSError, ValueError):
             value = int((folder / name).read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            continue
-        parts += [word.format(value)] if value > 0 else []
+            parts += [word.format(value)] if value > 0 else []
     return f" ({', '.join(parts)})" if parts else ""
 
 
@@ -125,13 +123,11 @@ def loopback() -> Iterator[Finding]:
     except OSError as error:
         if error.errno in {errno.EADDRINUSE, errno.EADDRNOTAVAIL}:
             first, last = port_range()
-            effect = "no rank finds a port to be reached at"
-            fix = as_root(WIDER) + "  # who has them: ss -tan"
-            yield Finding("ports", "error", f"all of {first} to {last} are taken", effect, fix)
+            text, fix = f"all of {first} to {last} are taken", as_root(WIDER) + "  # who has them: ss -tan"
+            yield Finding("ports", "error", text, "no rank finds a port to be reached at", fix)
             return
-        effect = "ranks of one host do not find each other"
-        text = f"127.0.0.1 does not answer: {error}"
-        yield Finding("loopback", "error", text, effect, as_root("ip link set lo up"))
+        text, fix = f"127.0.0.1 does not answer: {error}", as_root("ip link set lo up")
+        yield Finding("loopback", "error", text, "ranks of one host do not find each other", fix)
 
 
 def port_range() -> tuple[int, int]:
@@ -147,9 +143,8 @@ def ports(named: int = TORCHRUNS_PORT) -> Iterator[Finding]:
     """Yields whether there are ports, and whether the one is free that scripts like to name."""
     first, last = port_range()
     if last - first < FEWEST:
-        effect = "many ranks on one host find no port"
         text = f"{last - first + 1} to choose from, {first} to {last}"
-        yield Finding("ports", "warning", text, effect, as_root(WIDER))
+        yield Finding("ports", "warning", text, "many ranks on one host find no port", as_root(WIDER))
     try:
         with closing(socket.create_server(("0.0.0.0", named))):  # noqa: S104  (closed at once)
             yield ok("ports", f"{first} to {last}; {named} is free")

@@ -16,6 +16,7 @@ RELEASE.md; accelerate's `check_kernel`.
 from __future__ import annotations
 
 import functools
+import itertools
 import platform
 import re
 import shutil
@@ -34,7 +35,6 @@ from samestep.launch.hosts import mpiexec
 from samestep.launch.hosts.transport import PACKAGES, program_named
 from samestep.rankenv import variable
 
-OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
 OURS = re.compile(r"torch|nvidia|triton|numpy|samestep|mpi4py|safetensors", re.IGNORECASE)  # whose conflicts matter
 LAUNCHERS = {"ssh": "-V", "pdsh": "-V", "clush": "--version"}
@@ -54,7 +54,7 @@ visible_gpus = functools.cache(resources.visible_gpus)  # asks nvidia-smi, which
 
 
 def check() -> Iterator[Finding]:
-    yield _python()
+    yield ok("python", f"{platform.python_version()} ({platform.python_compiler()}), {sys.executable}")
     system = platform.uname()
     yield ok("system", f"{system.system} {system.release} {system.machine}, {' '.join(platform.libc_ver())}")
     yield torch(installed("torch"), visible_gpus())
@@ -62,14 +62,6 @@ def check() -> Iterator[Finding]:
     yield from conflicts(said_by([sys.executable, "-m", "pip", "check", "--disable-pip-version-check"], READING))
     yield from _mpi()
     yield from _launchers()
-
-
-def _python() -> Finding:
-    text = f"{platform.python_version()} ({platform.python_compiler()}), {sys.executable}"
-    if sys.version_info[:2] < OLDEST_PYTHON:
-        fix = f"{pip('uv')} && {python()} -m uv venv --python 3.12"
-        return Finding("python", "error", text, "samestep does not start", fix)
-    return ok("python", text)
 
 
 def torch(version_text: str | None, gpus: int, cuda: tuple[int, ...] | None = None) -> Finding:
@@ -100,14 +92,13 @@ def said_by(command: Sequence[str], timeout: float = SLOWEST) -> tuple[int, str]
 def conflicts(checked: tuple[int, str]) -> Iterator[Finding]:
     """Reads what `pip check` says of packages that torch and samestep stand on."""
     if checked[0] < 0 or "No module named pip" in checked[1]:
-        effect = "packages that contradict each other are not found"
-        fix = f"{python()} -m ensurepip"
-        yield Finding("packages", "note", "not checked: pip check does not answer here", effect, fix)
+        text, fix = "not checked: pip check does not answer here", f"{python()} -m ensurepip"
+        yield Finding("packages", "note", text, "packages that contradict each other are not found", fix)
         return
     found = [text for text in checked[1].splitlines() if OURS.search(text)] if checked[0] > 0 else []
     for text in found:
-        effect = "imports fail, or calls crash in native code"
-        yield Finding("packages", "warning", text, effect, upgrade_command(text))
+        fix = upgrade_command(text)
+        yield Finding("packages", "warning", text, "imports fail, or calls crash in native code", fix)
     if not found:
         yield ok("packages", "those that torch and samestep stand on agree")
 
@@ -141,9 +132,8 @@ def _mpi() -> Iterator[Finding]:
     code, said = said_by([program, "--version"])
     named = next((line.strip() for line in said.splitlines() if line.strip()), "")
     if code != 0:
-        effect = "samestep run --mpi does not start"
-        fix = pip("--force-reinstall", "mpich")
-        yield Finding("MPI", "warning", f"{program} --version fails: {named}", effect, fix)
+        text, fix = f"{program} --version fails: {named}", pip("--force-reinstall", "mpich")
+        yield Finding("MPI", "warning", text, "samestep run --mpi does not start", fix)
         return
     release = re.search(r"(?:Version:|Open MPI\)|Intel.*Version)\s*(\S+)", said)
     family = "Open MPI" if "Open MPI" in said or "OpenRTE" in said else "MPICH or Intel MPI"
@@ -159,12 +149,11 @@ def _launchers() -> Iterator[Finding]:
             continue
         code, said = said_by([program, option])
         first = said.splitlines()[0].strip() if said else "?"
-        if code != 0:
-            effect = "hosts cannot be reached with it"
-            fix = as_root(f"apt-get install --reinstall {PACKAGES[name]}")
-            yield Finding(name, "warning", f"{name} {option} fails: {first}", effect, fix)
-        else:
+        if code == 0:
             yield ok(name, first)
+        else:
+            text, fix = f"{name} {option} fails: {first}", as_root(f"apt-get install --reinstall {PACKAGES[name]}")
+            yield Finding(name, "warning", text, "hosts cannot be reached with it", fix)
     if shutil.which("sinfo"):
         configured = SLURM.exists() or variable("SLURM_CONF") is not None
         code, said = said_by(["sinfo", "--version"])  # which reads the configuration first
@@ -209,8 +198,7 @@ def check_versions() -> Iterator[Finding]:
 def packages(of: Installed) -> Iterator[Finding]:
     tensorboard, tools, torch = of("tensorboard"), of("setuptools"), of("torch")
     if tensorboard and tools and numbers(tensorboard)[:2] <= TENSORBOARDS_LAST and numbers(tools) >= SETUPTOOLS_FIRST:
-        effect = "tensorboard ends with: No module named 'pkg_resources'"
-        fix = pip("setuptools<82", "tensorboard")
+        effect, fix = "tensorboard ends with: No module named 'pkg_resources'", pip("setuptools<82", "tensorboard")
         yield Finding(VERSIONS, "warning", f"tensorboard {tensorboard} beside setuptools {tools}", effect, fix)
     for name in ("torchvision", "torchaudio"):
         other = of(name)
@@ -260,9 +248,9 @@ def numbers(version_text: str) -> tuple[int, ...]:
 
 def kernel(release: str) -> Iterator[Finding]:
     if (0,) < numbers(release)[:2] < OLDEST_LINUX:
-        effect = "processes may hang, as accelerate warns"
         fix = as_root("apt-get install --only-upgrade linux-image-generic") + "  # or your distribution's; then reboot"
-        yield Finding(VERSIONS, "note", f"Linux {release} is older than 5.5", effect, fix)
+        text = f"Linux {release} is older than 5.5"
+        yield Finding(VERSIONS, "note", text, "processes may hang, as accelerate warns", fix)
 
 
 def _files() -> dict[str, set[str]]:
@@ -271,16 +259,14 @@ def _files() -> dict[str, set[str]]:
 
 
 def overwritten_files(files: Mapping[str, set[str]]) -> Iterator[Finding]:
-    names = sorted(files)
-    for place, first in enumerate(names):
-        for second in names[place + 1 :]:
-            if both := files[first] & files[second]:
-                text = f"{first} and {second} both wrote {min(both)}"
-                effect = "torch loads whichever was installed last: calls fail, or crash in native code"
-                keep = second if re.search(rf"-cu{cuda_of_torch()[0] or 0}$", second) else first
-                drop = first if keep == second else second
-                fix = f"{python()} -m pip uninstall -y {drop} && {pip('--force-reinstall', '--no-deps', keep)}"
-                yield Finding(VERSIONS, "warning", text, effect, fix)
+    for first, second in itertools.combinations(sorted(files), 2):
+        if both := files[first] & files[second]:
+            text = f"{first} and {second} both wrote {min(both)}"
+            effect = "torch loads whichever was installed last: calls fail, or crash in native code"
+            is_second = re.search(rf"-cu{cuda_of_torch()[0] or 0}$", second)
+            keep, drop = (second, first) if is_second else (first, second)
+            fix = f"{python()} -m pip uninstall -y {drop} && {pip('--force-reinstall', '--no-deps', keep)}"
+            yield Finding(VERSIONS, "warning", text, effect, fix)
 
 
 def cuda_of_torch() -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import shlex
@@ -91,13 +92,7 @@ def _said(words: Sequence[str], timeout: float) -> str:
     """Runs a command; returns its last line of an error, or why there is none."""
     try:
         done = subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-            errors="replace",
-            env=fresh_environment(),
+            words, capture_output=True, errors="replace", timeout=timeout, check=False, env=fresh_environment()
         )
     except subprocess.TimeoutExpired:
         return f"did not end within {timeout:.0f} s"
@@ -121,14 +116,10 @@ def ended(code: int) -> str:
 
 def read_steps(file: Path) -> list[dict[str, Any]]:
     """Returns what rank 0 has written; a torn last line is none."""
-    if not file.exists():
-        return []
-    steps = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            steps.append(json.loads(line))
-        except ValueError:
-            break
+    steps: list[dict[str, Any]] = []
+    with contextlib.suppress(ValueError, FileNotFoundError):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            steps.append(json.loads(line))  # noqa: PERF401  (those before a torn one count)
     return steps
 
 
@@ -137,11 +128,11 @@ def read_failure(file: Path) -> str:
     try:
         failure = json.loads(file.read_text(encoding="utf-8"))["failure"]
     except (OSError, ValueError, KeyError):
-        return ""
+        failure = None
     if not failure:
         return ""
-    message = (failure["message"] or "").strip().splitlines()
-    return f"rank {failure['rank']}: {failure['exception'] or 'failed'}: {message[0] if message else ''}".rstrip(": ")
+    message = (failure["message"] or "").strip().partition("\n")[0]
+    return f"rank {failure['rank']}: {failure['exception'] or 'failed'}: {message}".rstrip(": ")
 
 
 def judge(
@@ -161,9 +152,8 @@ def judge(
             fix = pip("--force-reinstall", "mpi4py", "mpich") + "  # the mpiexec is of another MPI than mpi4py's"
             yield Finding(check, "error", text, effect, fix)
         elif not step["right"]:
-            effect = "replicas diverge silently"
-            text = "the gradient is not the mean of the ranks'"
-            yield Finding(check, "error", text, effect, pip("--force-reinstall", "torch"))
+            fix, text = pip("--force-reinstall", "torch"), "the gradient is not the mean of the ranks'"
+            yield Finding(check, "error", text, "replicas diverge silently", fix)
         else:
             versions = "".join(f", {name.upper()} {step[name]}" for name in ("cuda", "nccl") if step.get(name))
             text = f"{plural(ranks, 'rank')}, right, {format_duration(step['seconds'])}"
