@@ -22,6 +22,7 @@ from samestep.errors import UsageError
 from samestep.planning.model_profile import CapturedCall, ModelProfile, profile_model, tensors_in, unwrap
 from samestep.planning.profile import Gradient, Profile
 from samestep.planning.step_trace import FEWEST, LISTENED, PARTS, StepTrace
+from samestep.text import plural
 
 Say = Callable[[str], None]
 
@@ -126,17 +127,10 @@ def machine() -> str:
     """Returns what is computed on, in words: the GPU, or the kind of processor and the threads in use."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.get_device_name()
-    threads = torch.get_num_threads()
-    return f"{_processor()}, {threads} {'thread' if threads == 1 else 'threads'}"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine() or "a processor"
+    processor = next(named, "") or platform.processor() or platform.machine() or "a processor"
+    return f"{processor}, {plural(torch.get_num_threads(), 'thread')}"
 
 
 def _alone(seen: Observations, batch: int, parts: Mapping[str, float], say: Say) -> ModelProfile:

@@ -42,21 +42,14 @@ def draw(plan: TrainingPlan, file: Path) -> None:
 def _curves(figure: Any, plan: TrainingPlan) -> None:
     ranks = [one.ranks for one in plan.points]
     alone = plan.planner.single_process.rate
-    figure.add_scatter(
-        name="as many times one process", x=ranks, y=[alone * n for n in ranks], line={"dash": "dot"}, row=1, col=1
-    )
+    ideal = [alone * n for n in ranks]
+    figure.add_scatter(name="as many times one process", x=ranks, y=ideal, line={"dash": "dot"}, row=1, col=1)
     for kind in KINDS:
-        steps = [(one.ranks, one.steps.get(kind)) for one in plan.points]
-        found = [(n, one) for n, one in steps if isinstance(one, PredictedStep)]
+        found = [one for point in plan.points if isinstance(one := point.steps.get(kind), PredictedStep)]
         if found:
-            figure.add_scatter(
-                name=TITLES[kind],
-                x=[n for n, _ in found],
-                y=[one.rate for _, one in found],
-                text=[str(one.layout) for _, one in found],
-                row=1,
-                col=1,
-            )
+            rates, layouts = [one.rate for one in found], [str(one.layout) for one in found]
+            x = [one.layout.ranks for one in found]
+            figure.add_scatter(name=TITLES[kind], x=x, y=rates, text=layouts, row=1, col=1)
 
 
 def _parts(figure: Any, plan: TrainingPlan) -> None:

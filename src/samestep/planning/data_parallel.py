@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from samestep.network.links import Link
 from samestep.planning.fabric import AllReduceOption, ClusterFabric
 from samestep.planning.profile import BatchTime, Profile
-from samestep.planning.step import ParallelLayout, PredictedStep, StepBreakdown, interval
+from samestep.planning.step import ParallelLayout, PredictedStep, StepBreakdown, predicted
 from samestep.replicas.bucket_plan import BackwardProfile, BucketLayout, best_single_size, coalesced, optimal_layout
 
 MOST_GRADIENTS = 48  # that buckets are cut between; neighbours are taken together beyond
@@ -78,18 +78,8 @@ def predict(
         optimizer=profile.optimizer_s / speed,
         other=profile.other_s / speed,
     )
-    low, high = interval(profile, parts, layout.ranks)
-    return PredictedStep(
-        layout=layout,
-        parts=parts,
-        low=low,
-        high=high,
-        samples=samples,
-        memory=memory(profile, largest),
-        algorithm=added.name,
-        buckets=added.buckets,
-        hidden=added.overlap,
-    )
+    all_reduce = {"algorithm": added.name, "buckets": added.buckets, "hidden": added.overlap}
+    return predicted(profile, layout, parts, samples, memory(profile, largest), **all_reduce)
 
 
 def compute_time(profile: Profile, samples: float, speed: float = 1.0) -> BatchTime:
@@ -103,10 +93,9 @@ def compute_time(profile: Profile, samples: float, speed: float = 1.0) -> BatchT
     """
     if samples <= 0:
         return BatchTime(0, 0.0, 0.0)
-    forward, backward = _between(sorted(profile.sizes, key=lambda one: one.samples), samples) or (
-        profile.forward_s * samples / profile.batch,
-        profile.backward_s * samples / profile.batch,
-    )
+    share = samples / profile.batch
+    known = _between(sorted(profile.sizes, key=lambda one: one.samples), samples)
+    forward, backward = known or (profile.forward_s * share, profile.backward_s * share)
     return BatchTime(round(samples), forward / speed, backward / speed)
 
 

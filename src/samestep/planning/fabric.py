@@ -78,16 +78,13 @@ class ClusterFabric:
         """Returns what is between one stage and the next, while all replicas send at once."""
         key = replicas, stages
         if key not in self._links:
-            self._links[key] = self._stage_link(replicas * stages, stages)
+            everyone, nbytes = np.arange(replicas * stages), 1e9
+            senders = everyone[everyone % stages < stages - 1]
+            network = PlacedNetwork(self.cluster.topology, self.cluster.place(len(everyone)), self.cluster.routing)
+            cost = network.price([send(senders, senders + 1)], nbytes).price
+            self._links[key] = Link(float(f"{cost.latency_s:.9g}"), float(f"{nbytes / cost.transfer_s:.9g}"))
         link = self._links[key]
         return Link(link.latency_s * self.latency_scale, link.bytes_per_s * self.bandwidth_scale)
-
-    def _stage_link(self, ranks: int, stages: int) -> Link:
-        everyone, nbytes = np.arange(ranks), 1e9
-        senders = everyone[everyone % stages < stages - 1]
-        network = PlacedNetwork(self.cluster.topology, self.cluster.place(ranks), self.cluster.routing)
-        cost = network.price([send(senders, senders + 1)], nbytes).price
-        return Link(float(f"{cost.latency_s:.9g}"), float(f"{nbytes / cost.transfer_s:.9g}"))
 
     def _scaled(self, link: Link) -> Link:
         if (self.latency_scale, self.bandwidth_scale, self.bytes_scale, self.coding_s) == (1, 1, 1, 0):

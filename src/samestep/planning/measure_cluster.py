@@ -70,14 +70,16 @@ def run(options: Options) -> Report:
     started = read_rank_variables()
     if max(options.ranks, 0 if started is None else started.size) < 2:
         raise UsageError("links need 2 ranks or more: samestep bench links -n 2")
-    joined = started is not None and started.size > 1
-    found = (
-        measure_cluster(options.repeats)
-        if joined
-        else spawn(measure_cluster, options.ranks, options.repeats, progress=False)[0]
-    )
+    if started is not None and started.size > 1:
+        found = measure_cluster(options.repeats)
+    else:
+        found = spawn(measure_cluster, options.ranks, options.repeats, progress=False)[0]
+    text = str(found.links)
+    if found.shared is not None:
+        latency, bandwidth = seconds_text(found.shared.latency_s), bytes_text(found.shared.bytes_per_s)
+        text += f"\nall-reduce in shared memory {latency}, and {bandwidth}/s of all ranks' bytes together"
     setting = {"hosts": found.hosts, "ranks on each": found.local}
-    return Report("links", (), setting, conclusion="\n".join(_lines(found)), file=cluster_text(found))
+    return Report("links", (), setting, conclusion=text, file=cluster_text(found))
 
 
 def measure_cluster(series: int) -> MeasuredLinks:
@@ -122,14 +124,11 @@ def cluster_text(found: MeasuredLinks) -> str:
         ways["between"] = links.across()
     if found.shared is not None:
         ways["shared"] = found.shared
-    lines = [
-        "[nodes]",
-        f"count = {found.hosts}",
-        f"devices = {found.local}",
-        f'memory = "{bytes_text(found.memory)}"',
-        "",
-    ]
-    lines += ["[links]", *(f"{name} = {{ {_ways(link)} }}" for name, link in ways.items())]
+    lines = ["[nodes]", f"count = {found.hosts}", f"devices = {found.local}", f'memory = "{bytes_text(found.memory)}"']
+    lines += ["", "[links]"]
+    for name, link in ways.items():
+        latency, bandwidth = seconds_text(link.latency_s), bytes_text(link.bytes_per_s)
+        lines.append(f'{name} = {{ latency = "{latency}", bandwidth = "{bandwidth}/s" }}')
     if links.adding_bytes_per_s < float("inf"):
         lines.append(f'adding = "{bytes_text(links.adding_bytes_per_s)}/s"')
     if links.crowded < 1:
@@ -137,25 +136,9 @@ def cluster_text(found: MeasuredLinks) -> str:
     return "\n".join([*lines, ""])
 
 
-def _ways(link: Link) -> str:
-    return f'latency = "{seconds_text(link.latency_s)}", bandwidth = "{bytes_text(link.bytes_per_s)}/s"'
-
-
-def _lines(found: MeasuredLinks) -> list[str]:
-    lines = [str(found.links)]
-    if found.shared is not None:
-        latency, bandwidth = seconds_text(found.shared.latency_s), bytes_text(found.shared.bytes_per_s)
-        lines.append(f"all-reduce in shared memory {latency}, and {bandwidth}/s of all ranks' bytes together")
-    return lines
-
-
 def _shared(ranks: int, series: int) -> Link:
-    times = []
-    for size in SIZES:
-        tensor = torch.zeros(size // 4)
-        seconds = min(_series(tensor) for _ in range(series))
-        times.append((float(size * ranks), seconds))
-    return fit(times)
+    tensors = [torch.zeros(size // 4) for size in SIZES]
+    return fit([(float(one.nbytes * ranks), min(_series(one) for _ in range(series))) for one in tensors])
 
 
 def _series(tensor: Any) -> float:

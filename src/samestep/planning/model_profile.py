@@ -30,6 +30,7 @@ from samestep.pipelines.profiler import profile_layers
 from samestep.pipelines.splitting import check_equivalence
 from samestep.planning.profile import BatchTime
 from samestep.runtime import rng
+from samestep.verification.recording.containers import named_tensors
 
 THROWN, LEAST, MOST = 2, 3, 20  # passes of each size: to warm up, and that a median is taken of
 LONG_S = 2.0  # of passes of all sizes, after which LEAST are enough
@@ -200,12 +201,9 @@ def _scaled(sizes: Sequence[BatchTime], called: int, batch: int, parts: Mapping[
     if not sizes:
         return ()
     share, whole = called / batch, sizes[0]
-    forward_scale = parts["forward"] * share / whole.forward_s if whole.forward_s else 1.0
-    backward_scale = parts["backward"] * share / whole.backward_s if whole.backward_s else 1.0
-    found = {
-        one.samples: BatchTime(one.samples, forward_scale * one.forward_s, backward_scale * one.backward_s)
-        for one in sizes
-    }
+    forward = parts["forward"] * share / whole.forward_s if whole.forward_s else 1.0
+    backward = parts["backward"] * share / whole.backward_s if whole.backward_s else 1.0
+    found = {one.samples: BatchTime(one.samples, forward * one.forward_s, backward * one.backward_s) for one in sizes}
     found[batch] = BatchTime(batch, parts["forward"], parts["backward"])
     return tuple(found[samples] for samples in sorted(found))
 
@@ -260,14 +258,7 @@ def _clause(message: str) -> str:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yields the tensors in nested lists, tuples and mappings, in their order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from tensors_in(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors_in(one)
+    return (tensor for _, tensor in named_tensors(value))
 
 
 def batch_size_of(value: Any) -> int:
@@ -382,9 +373,7 @@ class SavedTensorBytes:
         return int(sum(min(whole, sum(size for _, size in parts)) for whole, parts in found.values()))
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        plain = (
-            type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-        )  # a compiler calls this with others
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided  # a compiler has others
         if plain and not tensor.is_meta and not torch.compiler.is_compiling():
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self._without:

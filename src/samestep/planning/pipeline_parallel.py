@@ -17,7 +17,7 @@ from samestep.pipelines.layers import Device, Link, interpolate, with_split_back
 from samestep.pipelines.partition import PartitionProblem
 from samestep.planning.fabric import ClusterFabric
 from samestep.planning.profile import Profile
-from samestep.planning.step import ParallelLayout, PredictedStep, StepBreakdown, interval
+from samestep.planning.step import ParallelLayout, PredictedStep, StepBreakdown, predicted
 from samestep.schedule.algorithms import make_schedule
 from samestep.schedule.schedule import Schedule
 from samestep.schedule.simulate import Costs, simulate
@@ -41,13 +41,9 @@ def predict(
     each = -(-samples // (layout.replicas * layout.micro_batches))
     schedule = make_schedule(layout.schedule, layout.stages, layout.micro_batches)
     layers = with_split_backwards(interpolate(profile.layers, each), schedule)
-    problem = PartitionProblem(
-        layers,
-        [Device(speed, memory)] * layout.stages,
-        schedule,
-        link_of(fabric.stage_link(layout.replicas, layout.stages)),
-        state=_state(profile),
-    )
+    devices = [Device(speed, memory)] * layout.stages
+    link = link_of(fabric.stage_link(layout.replicas, layout.stages))
+    problem = PartitionProblem(layers, devices, schedule, link, state=_state(profile))
     ends = problem.best(1).ends
     cuts = list(zip((0, *ends), ends, strict=False))
     own = [sum(one.parameters for one in layers[begin:end]) for begin, end in cuts]
@@ -69,19 +65,9 @@ def predict(
         optimizer=profile.optimizer_s * share / speed,
         other=profile.other_s / speed,
     )
-    low, high = interval(profile, parts, layout.ranks)
-    return PredictedStep(
-        layout=layout,
-        parts=parts,
-        low=low,
-        high=high,
-        samples=samples,
-        memory=max(float(problem.segments.memory(stage)[cut]) for stage, cut in enumerate(cuts)),
-        algorithm=algorithm,
-        buckets=(int(summed),) if algorithm else (),
-        hidden=0.0 if algorithm else 1.0,
-        ends=ends,
-    )
+    most = max(float(problem.segments.memory(stage)[cut]) for stage, cut in enumerate(cuts))
+    all_reduce = {"algorithm": algorithm, "buckets": (int(summed),), "hidden": 0.0} if algorithm else {}
+    return predicted(profile, layout, parts, samples, most, ends=ends, **all_reduce)
 
 
 def _simulated(schedule: Schedule, costs: Costs) -> tuple[float, float, float, float]:

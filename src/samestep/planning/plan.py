@@ -203,8 +203,7 @@ def _others(planner: Planner, adding: float) -> Iterator[tuple[str, Planner, boo
     yield "a network of half the latency", _on(planner, latency_scale=fabric.latency_scale / 2), True
     yield "devices twice as fast", replace(planner, speed=2 * planner.speed), True
     if planner.profile.other_s > 0:
-        without = "leave out what the script does beside model, data and optimizer"
-        yield without, _with(planner, other_s=0.0), True
+        yield "leave out what the script does beside model, data and optimizer", _with(planner, other_s=0.0), True
     yield 'gradients of 8 bits (compress="int8")', compressed(planner, adding), False
     yield "a batch twice as large", replace(planner, batch_factor=2 * planner.batch_factor), False
 
@@ -223,8 +222,9 @@ def _on(planner: Planner, **scales: Any) -> Planner:
 def table(planner: Planner, points: Sequence[ScalingPoint]) -> list[str]:
     rows = [("ranks", *TITLES.values(), "fastest", "speed-up", "efficiency", "limited by")]
     rows += [_row(planner, one) for one in points]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(_cell(row, column, widths[column]) for column in range(len(row))).rstrip() for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    formats = [f"{'<' if number in (4, 7) else '>'}{width}" for number, width in enumerate(widths)]  # these are words
+    return ["  ".join(map(format, row, formats)).rstrip() for row in rows]
 
 
 def verdict(planner: Planner, points: Sequence[ScalingPoint]) -> list[str]:
@@ -283,10 +283,6 @@ def _row(planner: Planner, point: ScalingPoint) -> tuple[str, ...]:
         cells[0] = seconds_text(best.seconds)
     shares = f"{speed_up(planner, best):.2f}", f"{100 * efficiency(planner, best):.0f} %"
     return (str(point.ranks), *cells, str(best.layout), *shares, WORDS[best.bottleneck()])
-
-
-def _cell(row: Sequence[str], column: int, width: int) -> str:
-    return row[column].ljust(width) if column in (4, 7) else row[column].rjust(width)
 
 
 def _time(one: PredictedStep | str | None) -> str:

@@ -24,6 +24,7 @@ from samestep.pipelines.plan import ProgressLine
 from samestep.planning.observer import RESULT
 from samestep.planning.profile import Profile, load
 from samestep.planning.step_trace import FEWEST
+from samestep.text import plural
 from samestep.verification import journal, runs
 
 OBSERVER = "samestep.planning.observer:ProfilingObserver"
@@ -131,24 +132,22 @@ def _result(program: runs.Script, ended: runs.Ended) -> Profile:
     if refused:
         raise UsageError(f"{name}: {refused[0]}")
     taken = next((int(event["steps"]) for event in events if event["kind"] == "end"), 0)
-    raise UsageError(_too_few(name, taken))
-
-
-def _too_few(name: str, taken: int) -> str:
     if not taken:
-        return (
+        raise UsageError(
             f"{name} takes no step of an optimizer of torch.optim: there is nothing to profile; if it goes on from a "
             "finished training, profile it where there is no checkpoint"
         )
-    count = "1 step" if taken == 1 else f"{taken} steps"
-    return f"{name} ends after {count}: a profile takes {FEWEST + 1} or more, let it train on more data or epochs"
+    count = plural(taken, "step")
+    raise UsageError(
+        f"{name} ends after {count}: a profile takes {FEWEST + 1} or more, let it train on more data or epochs"
+    )
 
 
 def _reason(ended: runs.Ended) -> str:
     """What the launcher blames, as verify tells it, with the line; a message of several lines becomes one."""
     failure: dict[str, Any] | None = ended.failure
     if failure is None or not failure.get("exception"):
-        return f", with exit code {ended.code}: {ended.tail(1)}" if ended.tail(1) else f", with exit code {ended.code}"
+        return f", with exit code {ended.code}: {ended.tail(1)}".removesuffix(": ")
     where = f" at {failure['where']}" if failure.get("where") else ""
     said = " ".join(str(failure.get("message") or "").split())[:300]
-    return f"{where}: {failure['exception']}: {said}" if said else f"{where}: {failure['exception']}"
+    return f"{where}: {failure['exception']}: {said}".removesuffix(": ")

@@ -131,6 +131,14 @@ class PredictedStep:
         }
 
 
+def predicted(
+    profile: Profile, layout: ParallelLayout, parts: StepBreakdown, samples: int, memory: float, **more: Any
+) -> PredictedStep:
+    """Returns a step that goes into these parts, with the interval in which it is expected."""
+    low, high = interval(profile, parts, layout.ranks)
+    return PredictedStep(layout=layout, parts=parts, low=low, high=high, samples=samples, memory=memory, **more)
+
+
 def interval(profile: Profile, parts: StepBreakdown, ranks: int) -> tuple[float, float]:
     """Returns within which seconds a step is expected: quartiles of the profile, and the model's error on messages.
 
