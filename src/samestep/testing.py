@@ -19,7 +19,7 @@ them; every call has a rendezvous of its own:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -112,11 +112,8 @@ def ranks(n: int) -> Iterator[RankSet]:
         ...     run(divmod, 7, 3), run(max, 1, 2)
         ([(2, 1), (2, 1)], [2, 2])
     """
-    members = RankSet(n)
-    try:
+    with closing(RankSet(n)) as members:
         yield members
-    finally:
-        members.close()
 
 
 @contextmanager
@@ -187,7 +184,7 @@ def largest_difference(actual: Any, expected: Any) -> float:
     worst = 0.0
     for place, actual_one, expected_one in _pairs(actual, expected, "value"):
         first, second = torch.as_tensor(actual_one), torch.as_tensor(expected_one)
-        assert first.shape == second.shape, f"{place}: shape {_shape(first)} is not {_shape(second)}"
+        assert first.shape == second.shape, f"{place}: shape {tuple(first.shape)} is not {tuple(second.shape)}"
         if first.numel():
             wide = torch.complex128 if first.is_complex() or second.is_complex() else torch.float64
             one, other = first.detach().to(wide), second.detach().to(wide)
@@ -202,7 +199,7 @@ def _pairs(actual: Any, expected: Any, name: str) -> Iterator[tuple[str, Any, An
         assert set(keys) == set(expected), f"{name}: keys differ: {sorted(set(keys) ^ set(expected), key=repr)}"
         for key in keys:
             yield from _pairs(actual[key], expected[key], f"{name}[{key!r}]")
-    elif _is_list(actual) and _is_list(expected):
+    elif all(isinstance(one, Sequence) and not isinstance(one, str | bytes) for one in (actual, expected)):
         assert len(actual) == len(expected), f"{name}: {len(actual)} items are not {len(expected)}"
         for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
             yield from _pairs(one, other, f"{name}[{index}]")
@@ -210,13 +207,9 @@ def _pairs(actual: Any, expected: Any, name: str) -> Iterator[tuple[str, Any, An
         yield name, actual, expected
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
 def _assert_same_tensor(place: str, one: torch.Tensor, other: torch.Tensor) -> None:
     assert one.dtype == other.dtype, f"{place}: {one.dtype} is not {other.dtype}"
-    assert one.shape == other.shape, f"{place}: shape {_shape(one)} is not {_shape(other)}"
+    assert one.shape == other.shape, f"{place}: shape {tuple(one.shape)} is not {tuple(other.shape)}"
     differing = (_bits(one) != _bits(other)).any(dim=-1)
     if differing.any():
         index = int(differing.nonzero()[0])
@@ -230,7 +223,3 @@ def _assert_same_tensor(place: str, one: torch.Tensor, other: torch.Tensor) -> N
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of each element: shape (elements, bytes of one)."""
     return bytes_of(tensor.cpu()).reshape(tensor.numel(), tensor.element_size())
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)

@@ -200,15 +200,13 @@ def patch_cuda(patches: Patches) -> None:
         "_raw_device_count_nvml": lambda: devices.DEVICES.total,
         "_raw_device_uuid_nvml": devices.uuids,
         "device_count": devices.count,
-        "Stream": streams.Stream,
-        "ExternalStream": streams.ExternalStream,
-        "Event": streams.Event,
     }.items():
         patches.set(cuda, name, value)
-    for name in ("Stream", "ExternalStream", "Event"):
-        patches.set(cuda.streams, name, getattr(streams, name))
-    patches.set(cuda.graphs, "is_current_stream_capturing", _constant(False))
-    patches.set(cuda, "is_current_stream_capturing", _constant(False))
+    for kind in (streams.Stream, streams.ExternalStream, streams.Event):
+        patches.set(cuda, kind.__name__, kind)
+        patches.set(cuda.streams, kind.__name__, kind)
+    for home in (cuda, cuda.graphs):
+        patches.set(home, "is_current_stream_capturing", _constant(False))
     no_graph = "run the step without a graph"
     for name in ("CUDAGraph", "graph"):
         patches.set(cuda, name, not_faked_class(f"torch.cuda.{name}", no_graph))

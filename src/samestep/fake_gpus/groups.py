@@ -23,6 +23,7 @@ from torch import Tensor
 
 from samestep.fake_gpus import devices
 from samestep.fake_gpus.host_memory import to_host
+from samestep.fake_gpus.models import tensors_in
 from samestep.fake_gpus.notes import around
 from samestep.instrument.patch import Patches
 
@@ -85,10 +86,6 @@ def _check_dense(tensors: Sequence[Tensor]) -> None:
             raise ValueError("Tensors must be contiguous")
 
 
-def _flat(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else [tensor for item in value for tensor in _flat(item)]
-
-
 def _nothing() -> None: ...
 
 
@@ -98,7 +95,7 @@ class _Group:
         group: Any = dist.ProcessGroup.unbox(boxed)
         self.backend = group._get_backend(CARD)  # noqa: SLF001
         self.timeout = timeout
-        self.tensors = _flat(tensors)
+        self.tensors = tensors_in(tensors)
         _check_dense(self.tensors)
         if not pair:
             self._check_gpus()
@@ -248,7 +245,7 @@ def allgather_coalesced_(outputs: Any, inputs: Any, group: Any, async_op: bool =
         own.backend.allgather([[_host(rank[place]) for rank in outputs]], [_host(given)], options)
         for place, given in enumerate(inputs)
     ]
-    return own.issued(works, _flat(outputs))
+    return own.issued(works, tensors_in(outputs))
 
 
 @_collective
@@ -292,7 +289,7 @@ def _reduce_scatter(own: _Group, outputs: Sequence[Tensor], inputs: Sequence[Seq
 def gather_(outputs: Any, inputs: Any, group: Any, root: int, async_op: bool = True, timeout: int = -1) -> Any:
     own = _Group(group, (outputs, inputs), timeout)
     work = own.backend.gather(_host(outputs), _host(inputs), own.options(c10d.GatherOptions, rootRank=root))
-    return own.issued([work], _flat(outputs))
+    return own.issued([work], tensors_in(outputs))
 
 
 @_collective

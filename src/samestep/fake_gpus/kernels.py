@@ -311,8 +311,7 @@ def _composed() -> list[str]:
     return found
 
 
-def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    del non_blocking  # every copy is done when it returns
+def _copy(target: Tensor, source: Tensor, _non_blocking: bool = False) -> Tensor:
     devices.check_process()
     one, other = (to_host(each) if each.is_cuda else each for each in (target, source))
     one.copy_(other)

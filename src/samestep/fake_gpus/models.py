@@ -27,21 +27,21 @@ Maybe = Tensor | None
 @around
 def _recurrent(compute: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """Runs a recurrent layer in host memory, with copies that autograd follows: a GPU's kernels are cuDNN's."""
-    found = {tensor.device for tensor in _tensors(args)}
+    found = {tensor.device for tensor in tensors_in(args)}
     cards = [device for device in found if device.type == "cuda"]
     if not cards:
         return compute(*args, **named)
-    tensors = [tensor for tensor in _tensors(args) if tensor.dtype is not torch.int64]  # sizes of a packed sequence
+    tensors = [tensor for tensor in tensors_in(args) if tensor.dtype is not torch.int64]  # sizes of a packed sequence
     others = [tensor.device for tensor in tensors if tensor.device not in cards[:1]]
     if others:
         raise two_devices(cards[0], others[0])
     return _moved(compute(*_moved(args, torch.device("cpu")), **named), cards[0])
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
+    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, list | tuple) else []
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -28,26 +28,22 @@ def is_part(op: Any) -> bool:
 
 def sparse_to_fake(tensor: Tensor, index: int) -> Tensor:
     """Returns a sparse tensor on GPU `index` that shares the bytes of a CPU tensor's indices and values."""
-    indices, values = _parts(tensor)
-    return _made(tensor, to_fake(indices, index), to_fake(values, index))
+    return _made(tensor, *(to_fake(part, index) for part in _parts(tensor)))
 
 
 def sparse_to_host(tensor: Tensor) -> Tensor:
     """Returns a sparse CPU tensor that shares the bytes of a fake GPU's indices and values."""
-    indices, values = _parts(tensor)
-    return _made(tensor, to_host(indices), to_host(values))
+    return _made(tensor, *map(to_host, _parts(tensor)))
 
 
 def write_sparse(own: Tensor, changed: Tensor) -> Tensor:
     """Gives a sparse tensor of a fake GPU what an operator has made of its CPU tensor."""
-    index = own.get_device()
-    _copy._op_dk(KEY, own, sparse_to_fake(changed, index))  # noqa: SLF001
+    _copy._op_dk(KEY, own, sparse_to_fake(changed, own.get_device()))  # noqa: SLF001
     return own
 
 
-def copy_sparse(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+def copy_sparse(target: Tensor, source: Tensor, _non_blocking: bool = False) -> Tensor:
     """Copies a sparse tensor into another, either of which may lie in host memory."""
-    del non_blocking  # every copy is done when it returns
     held = sparse_to_host(source) if source.is_cuda else source
     return write_sparse(target, held.clone()) if target.is_cuda else target.copy_(held)
 

@@ -5,6 +5,7 @@ Their methods are those of torch.Stream and torch.Event, which ask the device gu
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 from time import perf_counter
@@ -63,8 +64,6 @@ class Stream(torch.Stream):
 
     @property
     def _as_parameter_(self) -> Any:
-        import ctypes
-
         return ctypes.c_void_p(self.stream_id)
 
     def record_event(self, event: Any = None) -> Any:
