@@ -47,14 +47,14 @@ def run(options: Options) -> Report:
     ranks, pairs = options.ranks, options.repeats
     ours = functools.partial(_first_sum, ["-P", "-m", "samestep", "run", "-n", str(ranks), "--run-dir", RUN_DIR], ranks)
     module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    others = [
+    rivals = [
         ("torchrun", functools.partial(_first_sum, module, ranks), MOST_OF_TORCHRUN.get(ranks)),
         ("one plain process", functools.partial(_first_sum, [], 1, ALONE), MOST_OF_ONE_PROCESS.get(ranks)),
     ]
     comparisons = []
-    for other, theirs, most in others:
-        times = interleave(ours, theirs, pairs=pairs, warmup=1)
-        comparisons.append(Comparison(f"samestep run / {other}, to the first sum", "start", *times, most))
+    for other, theirs, most in rivals:
+        mine, others = interleave(ours, theirs, pairs=pairs, warmup=1)
+        comparisons.append(Comparison(f"samestep run / {other}, to the first sum", "start", mine, others, most))
     setting = {"ranks": ranks, "cores": len(os.sched_getaffinity(0)), "work": "import torch, join, one sum"}
     return Report("launch", comparisons, setting)
 

@@ -92,14 +92,9 @@ def _job(options: Options) -> tuple[Rows, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "times.json"
         words = [sys.executable, "-P", "-m", "samestep.bench.mpi", str(options.repeats), str(out)]
+        command, env = mpiexec.command(options.ranks, words, program), child_environment({"OMP_NUM_THREADS": "1"})
         done = subprocess.run(
-            mpiexec.command(options.ranks, words, program),
-            env=child_environment({"OMP_NUM_THREADS": "1"}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            check=False,
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace", check=False
         )
         if done.returncode:
             raise UsageError(f"the job of {program} failed:\n{done.stdout.strip()}")

@@ -75,13 +75,8 @@ def add_training_options(to: argparse.ArgumentParser, *, epochs: int, batch_size
     add("--precision", choices=sorted(PRECISIONS), default="float32", help="bf16 is mixed: weights stay float32")
     add("--device", default=None, metavar="NAME", help="cpu or cuda; by default this rank's GPU, if there is one")
     add_virtual_ranks(to)
-    add(
-        "--compress",
-        choices=sorted(CODEC_NAMES),
-        default=None,
-        metavar="CODEC",
-        help=f"gradients by {', '.join(CODEC_NAMES)}",
-    )
+    codecs = f"gradients by {', '.join(CODEC_NAMES)}"
+    add("--compress", choices=sorted(CODEC_NAMES), default=None, metavar="CODEC", help=codecs)
     add("--backend", default=None, metavar="NAME", help="process group backend, instead of the rule's choice")
 
 
@@ -123,26 +118,23 @@ def count(least: int) -> Callable[[str], int]:
     return read
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
 def positive(text: str) -> float:
     """An option that is a finite number above 0."""
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
+    return _number(text, "above 0", math.ulp(0.0))
 
 
 def not_negative(text: str) -> float:
     """An option that is a finite number of 0 or more."""
-    value = _number(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return _number(text, "of at least 0", 0.0)
+
+
+def _number(text: str, what: str, least: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {what}")
     return value
 
 

@@ -30,7 +30,7 @@ __all__ = ["IGNORED", "START", "SYMBOLS", "ByteSequences", "standard_library", "
 START = 256  # stands before the first byte of a file
 SYMBOLS = 257
 IGNORED = -100  # a target that is padding; cross_entropy leaves it out
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}  # not the library itself
 HELD_OUT_EVERY = 10
 
 Sample: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -100,7 +100,8 @@ def read_files(folder: Path, total: int) -> list[bytes]:
     """Files in the order of their names' hashes, which mixes packages, until `total` bytes are there."""
     if not folder.is_dir():
         raise samestep.UsageError(f"no data folder at {folder}: give one that holds *.py files")
-    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.py")) if wanted(path, folder)]
+    paths = (path.relative_to(folder) for path in sorted(folder.rglob("*.py")) if path.is_file())
+    names = [path.as_posix() for path in paths if not SKIPPED.intersection(path.parts)]
     files: list[bytes] = []
     for name in sorted(names, key=lambda name: hashlib.blake2b(name.encode()).digest()):
         if total == 0:
@@ -109,11 +110,6 @@ def read_files(folder: Path, total: int) -> list[bytes]:
         total -= len(text)
         files += [text] if text else []
     return files
-
-
-def wanted(path: Path, folder: Path) -> bool:
-    """Whether it is a file, and of the library itself: no tests, no installed packages."""
-    return not SKIPPED.intersection(path.relative_to(folder).parts) and path.is_file()
 
 
 def standard_library() -> Path:

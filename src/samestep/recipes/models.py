@@ -170,7 +170,7 @@ def architecture(name: str, *, classes: int, zero_init: bool = False) -> nn.Modu
         try:
             names, make = catalogue(library)
         except (ImportError, RuntimeError, OSError) as error:
-            missing.append(f"{library} ({first_line(error)})")
+            missing.append(f"{library} ({(str(error).strip() or type(error).__name__).splitlines()[0]})")
             continue
         if name in names:
             return make(name, classes)
@@ -198,7 +198,3 @@ def unknown(name: str, known: list[str], missing: list[str]) -> str:
     more = f" and {len(known) - len(RESNETS)} more" if len(known) > len(RESNETS) else ""
     absent = f"; not importable here: {', '.join(missing)}" if missing else ""
     return f"unknown architecture {name!r}{hint} there are {', '.join(RESNETS)}{more}{absent}"
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

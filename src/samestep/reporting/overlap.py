@@ -10,7 +10,7 @@ Whoever fills buckets says when one is full; when it was sent and when it was ba
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
@@ -21,8 +21,6 @@ from samestep.reporting.steps import WAITS, valid_steps
 LOOKED_AT = 400  # lines of a rank: a mean of more is no other
 SHOWN = 10  # calls
 SYNC_BATCHNORM = "SyncBatchNorm"  # so its collectives are called in events, whoever calls them
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -54,17 +52,23 @@ def overlap(logs: Sequence[RankLog]) -> Overlap | None:
     if not lines:
         return None
     seen = [(intervals, line) for line in lines if (intervals := in_flight(line))]
-    whole = sum(_length(intervals) for intervals, _ in seen)
-    open_to_see = sum(_length(_common(intervals, _waiting(line))) for intervals, line in seen)
+    whole = sum(end - begin for intervals, _ in seen for begin, end in intervals)
+    open_to_see = sum(
+        max(0.0, min(end, since + length) - max(begin, since))
+        for intervals, line in seen
+        for name, since, length, *_ in line["spans"]
+        if name in WAITS
+        for begin, end in intervals
+    )
     count = max(1, len(seen))
     size = sum(measured(bucket[1] or 0) for bucket in lines[-1]["buckets"])
     return Overlap(len(lines[-1]["buckets"]), int(size), whole / count, (whole - open_to_see) / count)
 
 
-def in_flight(line: Event) -> list[Interval]:
+def in_flight(line: Event) -> list[tuple[float, float]]:
     """Returns when at least one bucket of a line was under way, in intervals that do not touch."""
     known = sorted((begun, done) for *_, begun, done in line["buckets"] if begun is not None and done is not None)
-    merged: list[Interval] = []
+    merged: list[tuple[float, float]] = []
     for begin, end in known:
         if merged and begin <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
@@ -92,18 +96,3 @@ def calls(logs: Sequence[RankLog]) -> list[Collective]:
 def _some_of(log: RankLog) -> list[Event]:
     lines = list(valid_steps(log.steps).values())
     return lines[:: max(1, -(-len(lines) // LOOKED_AT))]
-
-
-def _waiting(line: Event) -> list[Interval]:
-    return [(begin, begin + length) for name, begin, length, *_ in line["spans"] if name in WAITS]
-
-
-def _common(one: Sequence[Interval], other: Sequence[Interval]) -> Iterator[Interval]:
-    for begin, end in one:
-        for since, until in other:
-            if min(end, until) > max(begin, since):
-                yield max(begin, since), min(end, until)
-
-
-def _length(intervals: Sequence[Interval] | Iterator[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
