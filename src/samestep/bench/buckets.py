@@ -47,11 +47,11 @@ def _timed(
         times, *more = spawn(compare, options.ranks, task, reduce, device, pairs, auto_first, progress=False)[0]
         return times, more
 
-    times, found = in_sets(options.repeats, SETS, measure)
+    (ours, theirs), found = in_sets(options.repeats, SETS, measure)
     taken, buckets, hidden = zip(*(plan for plan, _ in found), strict=True)
     figures = {"taken": mean(taken), "buckets": median(buckets), "hidden_percent": 100 * median(hidden)}
     name = f"{task.name}, {'as it comes' if reduce is None else 'over the backend'}"
-    return Comparison(name, "step", *times, PROMISE, figures), found[-1][1]
+    return Comparison(name, "step", ours, theirs, PROMISE, figures), found[-1][1]
 
 
 def compare(

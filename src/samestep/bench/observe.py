@@ -73,8 +73,8 @@ def _compared(
             ours, theirs, facts = compare(observer, Path(folder), options.ranks, pairs, device)
         return [ours, theirs], facts
 
-    times, facts = in_sets(options.repeats, SETS, measure)
-    return Comparison(name, "step", *times, most), facts[-1]
+    (ours, theirs), facts = in_sets(options.repeats, SETS, measure)
+    return Comparison(name, "step", ours, theirs, most), facts[-1]
 
 
 def compare(

@@ -46,7 +46,7 @@ MICRO_BATCHES = 8
 FORWARD_S, BACKWARD_S = 0.010, 0.020  # of a stage that waits
 SAMPLES, WIDTH, BLOCKS = 128, 512, 8
 PASSES = 5  # of which the median is one time, of a step or a layer
-Times = tuple[list[float], ...]
+Times = tuple[list[float], list[float]]
 
 
 def run(options: Options) -> Report:
@@ -119,8 +119,8 @@ def rebalanced(world: World, repeats: int) -> tuple[Times, dict[str, float]]:
         return simulate(make_schedule("1f1b", 2, 6), Costs(forward, half, half)).seconds
 
     even, uneven = (7 / 8, 7 / 8), (1.0, 3 / 4)
-    times = alternate(step_of(even), step_of(uneven), pairs=repeats, align=lambda: align(world))
-    return times, {"predicted_ratio": predicted(even) / predicted(uneven)}
+    ours, theirs = alternate(step_of(even), step_of(uneven), pairs=repeats, align=lambda: align(world))
+    return (ours, theirs), {"predicted_ratio": predicted(even) / predicted(uneven)}
 
 
 def in_pairs(world: World, model: nn.Module, plan: PipelinePlan, batch: tuple[Tensor, Tensor], pairs: int) -> Times:
@@ -143,7 +143,8 @@ def in_pairs(world: World, model: nn.Module, plan: PipelinePlan, batch: tuple[Te
     def taken() -> float:
         return median(alternate(step, pairs=PASSES, warmup=1, align=lambda: align(world))[0])
 
-    return interleave(taken, predicted, pairs=pairs, warmup=1)
+    ours, theirs = interleave(taken, predicted, pairs=pairs, warmup=1)
+    return ours, theirs
 
 
 def beside_torch(world: World, batch: tuple[Tensor, Tensor], repeats: int) -> Times:
@@ -167,7 +168,8 @@ def beside_torch(world: World, batch: tuple[Tensor, Tensor], repeats: int) -> Ti
         else:
             schedule.step()
 
-    return alternate(stepper(ours, batch), theirs, pairs=repeats, align=lambda: align(world))
+    mine, others = alternate(stepper(ours, batch), theirs, pairs=repeats, align=lambda: align(world))
+    return mine, others
 
 
 def stepper(stage: Any, batch: tuple[Tensor, Tensor]) -> Callable[[], None]:
