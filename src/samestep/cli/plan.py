@@ -189,7 +189,7 @@ def _write(options: argparse.Namespace, found: TrainingPlan) -> None:
     if options.json is not None:
         write_atomic(options.json, [json.dumps(found.as_json(), indent=2, allow_nan=False), "\n"])
     if options.picture is not None:
-        from samestep.planning.chart import draw
+        from samestep.planning.plan import draw
 
         draw(found, options.picture)
     if options.apply is not None:

@@ -139,10 +139,7 @@ def _asset(name: str) -> str:
 def _charts(analysis: RunAnalysis) -> dict[str, Any]:
     phases = course(analysis.table)
     text = {
-        "moments": [
-            vars(each) | {"lanes": [[lane.rank, lane.spans, lane.buckets, lane.more] for lane in each.lanes]}
-            for each in moments(analysis.table, analysis.logs)
-        ],
+        "moments": [vars(each) for each in moments(analysis.table, analysis.logs)],
         "course": {
             "steps": phases.steps,
             "phases": {name: _milliseconds(phases.phases[name]) for name in PHASES if name in phases.phases},

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,7 @@ MOST_RANKS = 64  # that are drawn
 MOST_BUCKETS = 64  # of a rank
 
 
-@dataclass(frozen=True)
-class RankTimeline:
+class RankTimeline(NamedTuple):
     """A rank in a step; times are microseconds from the begin of the rank that began first."""
 
     rank: int
