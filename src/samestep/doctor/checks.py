@@ -7,6 +7,7 @@ Inside a job, whose ranks srun or mpiexec has started, one process on each host 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
@@ -66,8 +67,8 @@ def check_job(variables: RankVariables, folder: Path) -> tuple[list[Finding], bo
         with samestep.world(backend="gloo", device="cpu", timeout=LOOKING, join_timeout=timeout) as world:
             leads = world.local_rank == 0
             lines = run_checks(folder, steps=world.is_first) if leads else []
-            host = pairwise.own_name()
-            gathered = all_gather_json(world.everyone, [replace(line, host=host).as_json() for line in lines])
+            told = [replace(line, host=socket.gethostname()).as_json() for line in lines]
+            gathered = all_gather_json(world.everyone, told)
             found = [Finding(**line) for lines in gathered for line in lines]
             return [*found, *judge(pairwise.measure(world, folder))], world.is_first
     except (SamestepError, RuntimeError) as error:

@@ -59,10 +59,10 @@ def main() -> None:
 
 def measure(world: Any, folder: Path) -> dict[str, Any]:
     """Returns, on all ranks, their hosts, every pair, and whether they share a folder. Collective."""
-    hosts = all_gather_json(world.everyone, own_name())
+    hosts = all_gather_json(world.everyone, socket.gethostname())
     outer = [each.address for each in addresses() if not each.is_loopback]
     known_as = all_gather_json(world.everyone, outer[0] if outer else "127.0.0.1")
-    unknown = all_gather_json(world.everyone, unknown_names(hosts, own_name()))
+    unknown = all_gather_json(world.everyone, unknown_names(hosts, socket.gethostname()))
     mine = [_pair(world.rank, *pair) for pairs in rounds(world.size) for pair in pairs if world.rank in pair]
     known = [pair for pairs in all_gather_json(world.everyone, [asdict(one) for one in mine if one]) for pair in pairs]
     return {
@@ -73,10 +73,6 @@ def measure(world: Any, folder: Path) -> dict[str, Any]:
         "shared": _shared(world, folder),
         "folder": str(folder),
     }
-
-
-def own_name() -> str:
-    return socket.gethostname()
 
 
 def unknown_names(hosts: Sequence[str], own: str) -> list[int]:

@@ -84,14 +84,11 @@ def check_index(index: int | None) -> int:
     check_process()
     index = current_index() if index is None or index < 0 else index
     if index >= count():
-        raise no_such_device(index)
+        kind: type[Exception] = getattr(torch, "AcceleratorError", RuntimeError)
+        there = f"cuda:0 to cuda:{count() - 1}" if count() else "none"
+        asked = f"cuda:{index} was asked for; fake GPUs of this process: {there}"
+        raise kind(f"CUDA error: invalid device ordinal\n{asked}")
     return index
-
-
-def no_such_device(index: int) -> Exception:
-    kind: type[Exception] = getattr(torch, "AcceleratorError", RuntimeError)
-    there = f"cuda:0 to cuda:{count() - 1}" if count() else "none"
-    return kind(f"CUDA error: invalid device ordinal\ncuda:{index} was asked for; fake GPUs of this process: {there}")
 
 
 def two_devices(one: object, other: object) -> RuntimeError:

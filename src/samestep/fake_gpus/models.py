@@ -91,22 +91,14 @@ def _attention(
     return flash(query, key, value, dropout_p, is_causal, **named)[0]
 
 
-COPIES = {  # what DataParallel copies with
-    "_broadcast": _broadcast,
-    "_broadcast_coalesced": _broadcast_coalesced,
-    "_scatter": _scatter,
-    "_gather": _gather,
-}
-
-
 def patch_models(patches: Patches) -> None:
     functions: Any = torch._VF  # noqa: SLF001
     for name in RECURRENT:
         patches.set(functions, name, _recurrent(getattr(functions, name)))
     nn: Any = torch.nn.functional
     patches.set(nn, "scaled_dot_product_attention", _attention(nn.scaled_dot_product_attention))
-    for name, copy in COPIES.items():
-        patches.set(torch._C, name, copy)  # noqa: SLF001
+    for copy in (_broadcast, _broadcast_coalesced, _scatter, _gather):  # what DataParallel copies with
+        patches.set(torch._C, copy.__name__, copy)  # noqa: SLF001
 
 
 # --- SyncBatchNorm ----------------------------------------------------------------------------
