@@ -73,7 +73,9 @@ def profile_model(
         kinds = {type(each).__name__ for each in model.modules()}
         hidden = "OptimizedModule" in kinds  # which keeps things where hooks do not see them
         if measured and (hidden or not counted):
-            found.kept = _kept(copied, inputs)
+            with _precision(inputs), SavedTensorBytes([*copied.parameters(), *copied.buffers()]) as kept:
+                copied(*inputs.args, **inputs.kwargs)
+                found.kept = kept.take()  # without the loss's
         if measured:
             found.layers, found.uncut = _layers(copied, inputs, parts["forward"] + parts["backward"], say)
     return found
@@ -91,13 +93,6 @@ def unwrap(model: nn.Module) -> nn.Module:
             break
         model = inner
     return model
-
-
-def _kept(model: nn.Module, inputs: CapturedCall) -> int:
-    """Bytes that the model's own forward keeps; without the loss's."""
-    with _precision(inputs), SavedTensorBytes([*model.parameters(), *model.buffers()]) as kept:
-        model(*inputs.args, **inputs.kwargs)
-        return kept.take()
 
 
 @contextmanager
@@ -216,6 +211,7 @@ def _layers(
     if isinstance(given, str):
         return {}, given
     say("measuring layers")
+    repeats = 10 if step_s < 0.02 else 5 if step_s < 0.2 else 2 if step_s < 2 else 1  # fewer where each takes long
     found: dict[int, tuple[Layer, ...]] = {}
     try:
         few = [each[:_FOLLOWED] for each in given]
@@ -228,7 +224,7 @@ def _layers(
             say(f"measuring layers, {samples} samples")
             with _precision(inputs):
                 cut = [each[:samples].clone() for each in given]
-                found[samples] = tuple(profile_layers(chain.layers, cut, _sum, _repeats(step_s)))
+                found[samples] = tuple(profile_layers(chain.layers, cut, _sum, repeats))
     except ModelError as error:
         return {}, _clause(str(error))
     except Exception as error:  # noqa: BLE001  (likewise: a layer may stand no other batch, or no autograd by itself)
@@ -240,11 +236,6 @@ def _layers(
 
 def _sum(outputs: Any) -> Tensor:
     return torch.stack([one.sum() for one in _outputs(outputs) if one.requires_grad]).sum()
-
-
-def _repeats(step_s: float) -> int:
-    """Passes for a median: fewer where each takes long."""
-    return 10 if step_s < 0.02 else 5 if step_s < 0.2 else 2 if step_s < 2 else 1
 
 
 def _clause(message: str) -> str:

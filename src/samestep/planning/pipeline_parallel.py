@@ -43,7 +43,9 @@ def predict(
     layers = with_split_backwards(interpolate(profile.layers, each), schedule)
     devices = [Device(speed, memory)] * layout.stages
     link = link_of(fabric.stage_link(layout.replicas, layout.stages))
-    problem = PartitionProblem(layers, devices, schedule, link, state=_state(profile))
+    beside = profile.gradient_bytes + profile.optimizer_bytes
+    state = 1 + (beside / profile.parameter_bytes if profile.parameter_bytes else 1.0)  # copies of the parameters
+    problem = PartitionProblem(layers, devices, schedule, link, state=state)
     ends = problem.best(1).ends
     cuts = list(zip((0, *ends), ends, strict=False))
     own = [sum(one.parameters for one in layers[begin:end]) for begin, end in cuts]
@@ -83,12 +85,6 @@ def _simulated(schedule: Schedule, costs: Costs) -> tuple[float, float, float, f
     even = simulate(schedule, equal).seconds
     silent = simulate(schedule, Costs(costs.forward, costs.inputs, costs.weights, overlap=costs.overlap)).seconds
     return work, even - work, silent - even, simulate(schedule, costs).seconds - silent
-
-
-def _state(profile: Profile) -> float:
-    """Copies of the parameters that are kept: themselves, gradients and the optimizer's state."""
-    beside = profile.gradient_bytes + profile.optimizer_bytes
-    return 1 + (beside / profile.parameter_bytes if profile.parameter_bytes else 1.0)
 
 
 def link_of(link: NetworkLink) -> Link:

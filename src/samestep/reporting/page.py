@@ -35,6 +35,7 @@ EVEN = 0.005  # of the mean: ranks that have so much more have as much
 MOST_ROWS = 256  # of a table
 MOST_HEATED = 128  # ranks in the heat map
 NONE = "-"
+FINDING = ("code", "severity", "rank", "step", "tensor", "factor", "where", "cause", "fix")
 LEAST_SHOWN = 0.0005  # of a step
 
 Row = list[str]
@@ -99,8 +100,11 @@ def _shown(analysis: RunAnalysis, summary: Summary) -> dict[str, Any]:
         "ledger": _ledger_words(analysis),
         "calls": _calls(analysis),
         "saves": _saves(analysis),
-        "findings": _findings(analysis),
-        "said": _said(analysis),
+        "findings": [{key: one.get(key) for key in FINDING} for one in analysis.run.findings[:MOST_ROWS]],
+        "said": [
+            [clock(one["t"]), str(one["attempt"]), one["kind"], one["text"]]
+            for one in analysis.run.launcher_events[-MOST_ROWS:]
+        ],
         "machines": _machines(analysis),
         "facts": list(_facts(analysis)),
         "most": MOST_ROWS,
@@ -295,19 +299,6 @@ def _saves(analysis: RunAnalysis) -> list[Row]:
             one["reason"] or "saved",
         ]
         for one in checkpoints(analysis)[-MOST_ROWS:]
-    ]
-
-
-def _findings(analysis: RunAnalysis) -> list[dict[str, Any]]:
-    keys = ("code", "severity", "rank", "step", "tensor", "factor", "where", "cause", "fix")
-    return [{key: one.get(key) for key in keys} for one in analysis.run.findings[:MOST_ROWS]]
-
-
-def _said(analysis: RunAnalysis) -> list[Row]:
-    """Returns what the launcher had to say: when, the attempt, what of, its text."""
-    return [
-        [clock(one["t"]), str(one["attempt"]), one["kind"], one["text"]]
-        for one in analysis.run.launcher_events[-MOST_ROWS:]
     ]
 
 

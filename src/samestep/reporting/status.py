@@ -350,8 +350,9 @@ def state(analysis: RunAnalysis, now: float) -> State:
         sentences.append("It is still running: this is what it has written by now.")
     elif about:
         sentences.append(_exit(about))
-    sentences += [*_failure(about), *_hangs(analysis)]
-    sentences += [*_ranks(analysis, over=word != "running"), *_others(analysis), *_foreign(analysis)]
+    if isinstance(failure := about.get("failure"), dict):
+        sentences.append(f"Rank {_text(failure.get('rank'))} is to blame: {_cause(failure, 'signal')}.")
+    sentences += [*_hangs(analysis), *_ranks(analysis, over=word != "running"), *_others(analysis), *_foreign(analysis)]
     return State(word, tuple(sentences))
 
 
@@ -398,12 +399,6 @@ def _hangs(analysis: RunAnalysis) -> Iterator[str]:
             first = escape_control(str(one["text"]).partition("\n")[0])
             moved = f"; {escape_control(after['text'])}" if after is not None and after["kind"] == "moves" else ""
             yield f"It hung: {first}{moved}."
-
-
-def _failure(about: Event) -> Iterator[str]:
-    failure = about.get("failure")
-    if isinstance(failure, dict):
-        yield f"Rank {_text(failure.get('rank'))} is to blame: {_cause(failure, 'signal')}."
 
 
 def _ranks(analysis: RunAnalysis, *, over: bool) -> Iterator[str]:

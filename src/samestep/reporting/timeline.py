@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from samestep.reporting.run_log import Event, RankLog, measured, number_of
-from samestep.reporting.steps import TRAINING, Floats, Ints, StepTable, valid_steps
+from samestep.reporting.steps import TRAINING, StepTable, valid_steps
 
 SLOWEST, BETWEEN = 5, 11  # how many of them
 MOST_RANKS = 64  # that are drawn
@@ -261,17 +261,14 @@ def course(table: StepTable) -> Course:
     edges = ranges(len(steady), STACKED)
     if len(edges) < 2 or not steady.ranks:
         return Course([], {}, [])
-    phases = {name: _means(steady.of_phases(name).mean(axis=0), steady.counts, edges) for name in TRAINING}
-    slowest = np.maximum.reduceat(steady.trained.mean(axis=0), edges[:-1])
+    begins: Any = edges[:-1]
+    counts = np.add.reduceat(steady.counts, begins)
+    sums = {name: steady.of_phases(name).mean(axis=0) * steady.counts for name in TRAINING}
+    phases = {name: np.add.reduceat(seconds, begins) / counts for name, seconds in sums.items()}
+    slowest = np.maximum.reduceat(steady.trained.mean(axis=0), begins)
     found = {name: means.tolist() for name, means in phases.items() if means.any()}
     return Course(ends(steady, edges), found, slowest.tolist())
 
 
 def ends(table: StepTable, edges: Sequence[int]) -> list[int]:
     return [int(table.steps[edge - 1]) for edge in edges[1:]]
-
-
-def _means(values: Floats, counts: Ints, edges: Sequence[int]) -> Floats:
-    begins: Any = edges[:-1]
-    found: Floats = np.add.reduceat(values * counts, begins) / np.add.reduceat(counts, begins)
-    return found

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from textwrap import wrap
 from typing import Any, NamedTuple
 
@@ -95,7 +96,9 @@ class Marks:
         >>> Marks().spark([0, 0, 1, 1, 2, float("nan"), 4, 4], 4), Marks(ascii_only=True).spark([1], 4)
         ('▁▃▅█', '=')
         """
-        values = [mean_of(part) for part in _parts(values, width)]
+        count = min(width, len(values))
+        edges = [number * len(values) // count for number in range(count)] + [len(values)]
+        values = [mean_of(values[begin:end]) for begin, end in pairwise(edges)]
         numbers = [value for value in values if is_finite(value)]
         low, high = min(numbers, default=0.0), max(numbers, default=0.0)
         top = len(self._sparks) - 1
@@ -111,13 +114,6 @@ class Marks:
         if cell_len(text) <= width:
             return set_cell_size(text, max(0, width))
         return set_cell_size(text, max(0, width - 1)) + self.more[: max(0, width)]
-
-
-def _parts(values: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
-    """Divides a sequence into `count` parts, or fewer, that differ by one in length at most."""
-    count = min(count, len(values))
-    for number in range(count):
-        yield values[number * len(values) // count : (number + 1) * len(values) // count]
 
 
 def mean_of(values: Sequence[Any]) -> float | None:
