@@ -8,8 +8,8 @@ were bracketed alike, whatever the order inside each bracket:
     rank 1 adds     (1 + 0) + (3 + 2)      ┘ one expression: the same bits
     rank 2 adds     (2 + 0) + (1 + 3)        another: other bits
 
-:func:`prove` executes the plan on such expressions instead of tensors. Each is made once and kept (hash consing,
-E. Goto 1974), so two are equal exactly if they are one object, and a sum over 64 ranks costs no more than its number.
+:func:`prove` executes the plan on such expressions instead of tensors. They are written in one way, the part with the
+lowest rank first, so two are equal exactly if their texts are.
 
 A test on random numbers could only fail to find a difference.
 """
@@ -22,63 +22,34 @@ from samestep.collectives.plan import Plan, execute
 from samestep.errors import UsageError
 
 
-class ExpressionTable:
-    """Makes expressions, each only once.
+@dataclass(frozen=True)
+class SumExpr:
+    """What a rank brought, or the sum of two expressions.
 
-    >>> sums = ExpressionTable("example")
-    >>> a, b, c = (sums.of_rank(rank) for rank in range(3))
-    >>> (a + b) + c is c + (b + a), (a + b) + c is a + (b + c)
+    >>> a, b, c = (SumExpr.of_rank(rank, "example") for rank in range(3))
+    >>> (a + b) + c == c + (b + a), (a + b) + c == a + (b + c)
     (True, False)
     >>> print(c + (b + a))
     ((0+1)+2)
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._ranks: dict[int, SumExpr] = {}
-        self._pairs: dict[tuple[int, int], SumExpr] = {}
-        self._made = 0
-
-    def of_rank(self, rank: int) -> SumExpr:
-        """Returns what `rank` brought."""
-        if rank not in self._ranks:
-            self._ranks[rank] = self._make(1 << rank, ())
-        return self._ranks[rank]
-
-    def add(self, one: SumExpr, other: SumExpr) -> SumExpr:
-        """Returns the sum of two expressions, the same object whichever comes first."""
-        twice = one.ranks & other.ranks
-        if twice:
-            raise UsageError(
-                f"{self.name}: what rank {twice.bit_length() - 1} brought is added twice: {one} and {other}"
-            )
-        key = (min(one.number, other.number), max(one.number, other.number))
-        if key not in self._pairs:
-            self._pairs[key] = self._make(one.ranks | other.ranks, (one, other))
-        return self._pairs[key]
-
-    def _make(self, ranks: int, parts: tuple[SumExpr, ...]) -> SumExpr:
-        self._made += 1
-        return SumExpr(self, self._made, ranks, parts)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class SumExpr:
-    """An expression; made by :class:`ExpressionTable`."""
-
-    sums: ExpressionTable  # that made it
-    number: int  # no other expression of `sums` has it
+    text: str
     ranks: int  # whose contributions are in it, one bit each
-    parts: tuple[SumExpr, ...]  # the two that were added; none if it is what one rank brought
+    plan: str  # the name of it
+
+    @classmethod
+    def of_rank(cls, rank: int, plan: str) -> SumExpr:
+        return cls(str(rank), 1 << rank, plan)
 
     def __add__(self, other: SumExpr) -> SumExpr:
-        return self.sums.add(self, other)
+        if twice := self.ranks & other.ranks:
+            rank = twice.bit_length() - 1
+            raise UsageError(f"{self.plan}: what rank {rank} brought is added twice: {self} and {other}")
+        first, second = sorted((self, other), key=lambda part: part.ranks & -part.ranks)
+        return SumExpr(f"({first}+{second})", self.ranks | other.ranks, self.plan)
 
     def __str__(self) -> str:
-        if not self.parts:
-            return str(self.ranks.bit_length() - 1)
-        first, second = sorted(self.parts, key=lambda part: part.ranks & -part.ranks)
-        return f"({first}+{second})"
+        return self.text
 
 
 @dataclass(frozen=True)
@@ -109,8 +80,7 @@ def prove(plan: Plan) -> Proof:
         >>> proof.identical, proof.position_independent, [str(each) for each in proof.sums]
         (True, False, ['(0+(1+2))', '((0+2)+1)', '((0+1)+2)'])
     """
-    sums = ExpressionTable(plan.name)
-    ends = execute(plan, [[_brought(plan, sums, rank, at) for at in range(plan.blocks)] for rank in range(plan.ranks)])
+    ends = execute(plan, [[_brought(plan, rank, at) for at in range(plan.blocks)] for rank in range(plan.ranks)])
     by_block: list[list[SumExpr]] = [[] for _ in range(plan.blocks)]
     for rank in range(plan.ranks):
         for at in plan.held(rank):
@@ -123,11 +93,11 @@ def prove(plan: Plan) -> Proof:
     return Proof(identical, same_order, tuple(results[0] for results in by_block))
 
 
-def _brought(plan: Plan, sums: ExpressionTable, rank: int, at: int) -> SumExpr:
+def _brought(plan: Plan, rank: int, at: int) -> SumExpr:
     """What a rank begins with; what an operation does not read is worth nothing, and must not be in its result."""
     begin, end = plan.share(rank) if plan.operation == "all_gather" else (0, plan.blocks)
     read = begin <= at < end and (plan.operation != "broadcast" or rank == plan.root)
-    return sums.of_rank(rank if read else plan.ranks + rank)
+    return SumExpr.of_rank(rank if read else plan.ranks + rank, plan.name)
 
 
 def _check_whole(plan: Plan, rank: int, at: int, result: SumExpr) -> None:
