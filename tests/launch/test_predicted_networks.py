@@ -26,7 +26,7 @@ import torch, torch.distributed as dist
 import samestep
 from samestep.planning.measure_cluster import MESSAGES
 from samestep.collectives import engine
-from samestep.collectives.choose import CANDIDATES
+from samestep.collectives.choose import possible_plans
 from samestep.collectives.measure import measure
 from samestep.collectives.point_to_point import PointToPoint
 from samestep.network.pricing import price
@@ -56,7 +56,7 @@ with samestep.world(backend="gloo", device="cpu") as world:
     transport = PointToPoint(group)
     found = []
     for nbytes in map(int, sys.argv[2:]):
-        for plan in CANDIDATES["all_reduce"](world.size, float(nbytes), links, 0):
+        for plan in possible_plans("all_reduce", world.size, float(nbytes), links, 0):
             times = []
             for _ in range(6):
                 buffer = torch.ones(nbytes // 4)

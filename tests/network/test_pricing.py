@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from math import ceil, log2
+from typing import get_args
 
 import numpy as np
 import price_in_fractions
@@ -11,8 +12,8 @@ import pytest
 
 import closed_forms
 from samestep.collectives import double_tree, doubling, halving, hierarchical, ring, segmented, server, torus, tree
-from samestep.collectives.choose import CANDIDATES
-from samestep.collectives.plan import Plan, Transfer
+from samestep.collectives.choose import possible_plans
+from samestep.collectives.plan import Operation, Plan, Transfer
 from samestep.errors import UsageError
 from samestep.network.links import Link, Links
 from samestep.network.pricing import Line, Price, Term, price, price_lines, upper_envelope
@@ -166,8 +167,9 @@ CASES = {
 @pytest.mark.parametrize("links", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8, pytest.param(12, marks=pytest.mark.prove)])
 def test_every_plan_costs_what_the_plain_oracle_says(ranks, links):
-    for operation, make in CANDIDATES.items():
-        for plan in make(ranks, 1e6, links, ranks // 2 if operation in ("broadcast", "reduce") else 0):
+    for operation in get_args(Operation):
+        root = ranks // 2 if operation in ("broadcast", "reduce") else 0
+        for plan in possible_plans(operation, ranks, 1e6, links, root):
             lines = price_lines(plan, links)
             assert lines.rounds == len(plan.rounds)
             for nbytes in (0.0, 1e3, 3e7):

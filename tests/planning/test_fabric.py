@@ -8,7 +8,7 @@ import time
 import pytest
 
 from samestep.collectives import double_tree
-from samestep.collectives.choose import CANDIDATES
+from samestep.collectives.choose import possible_plans
 from samestep.errors import UsageError
 from samestep.network.cluster import parse
 from samestep.network.links import Link
@@ -48,7 +48,7 @@ def test_on_one_switch_every_all_reduce_is_the_price_of_its_plan(count, devices,
     told = cluster(count, devices, more)
     found = count_all_reduces(told, told.ranks)
     for nbytes in SIZES:
-        for plan in CANDIDATES["all_reduce"](told.ranks, nbytes, told.links, 0):
+        for plan in possible_plans("all_reduce", told.ranks, nbytes, told.links, 0):
             if not plan.name.startswith("double tree"):
                 expected = price(plan, nbytes, told.links).seconds
                 (lines,) = found[plan.name]
@@ -66,7 +66,7 @@ def test_on_one_switch_every_all_reduce_is_the_price_of_its_plan(count, devices,
 def test_on_a_network_all_reduces_are_what_contention_says(network, placement):
     told = cluster(32, network=f'{network}\nplacement = "{placement}"')
     found = count_all_reduces(told, 32)
-    for plan in CANDIDATES["all_reduce"](32, 1e7, told.links, 0):
+    for plan in possible_plans("all_reduce", 32, 1e7, told.links, 0):
         if plan.name in ("ring", "halving and doubling", "recursive doubling", "binomial tree"):
             expected = contended_price(plan, 1e7, told.topology, told.place(32), told.routing)
             assert found[plan.name][0].seconds(1e7) == pytest.approx(expected.seconds, rel=1e-12)

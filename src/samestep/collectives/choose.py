@@ -13,9 +13,9 @@ ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import get_args
 
 from samestep.collectives import double_tree, doubling, halving, hierarchical, ring, segmented, server, torus, tree
 from samestep.collectives.plan import Operation, Plan, check_ranks
@@ -93,9 +93,9 @@ def choose(ranks: int, nbytes: float, links: Links, operation: Operation = "all_
     check_ranks(ranks, root)
     if nbytes < 0:
         raise UsageError(f"a buffer of {nbytes} bytes: give 0 or more")
-    if operation not in CANDIDATES:
-        raise UsageError(f"there is no operation {operation!r}: choose one of {', '.join(CANDIDATES)}")
-    found = [(plan, price_lines(plan, links)) for plan in CANDIDATES[operation](ranks, nbytes, links, root)]
+    if operation not in get_args(Operation):
+        raise UsageError(f"there is no operation {operation!r}: choose one of {', '.join(get_args(Operation))}")
+    found = [(plan, price_lines(plan, links)) for plan in possible_plans(operation, ranks, nbytes, links, root)]
     candidates = [Candidate(plan, lines.price(nbytes), lines.rounds) for plan, lines in found]
     # of those that are equal but for rounding, the first named wins: sorting is stable
     return Choice(nbytes, links, tuple(sorted(candidates, key=lambda one: float(f"{one.price.seconds:.9g}"))))
@@ -123,50 +123,38 @@ def all_reduces(ranks: int, local: int | None, chunks: Sequence[int], ports: int
             yield hierarchical.all_reduce(ranks, local or ranks, across)
 
 
-def _all_reduces(ranks: int, nbytes: float, links: Links, _root: int) -> Iterator[Plan]:
-    return all_reduces(ranks, links.local, [best_chunks(ranks, nbytes, links.across())], links.ports)
-
-
-def _reduce_scatters(ranks: int, _nbytes: float, _links: Links, _root: int) -> Iterator[Plan]:
-    yield halving.reduce_scatter(ranks)
-    yield ring.reduce_scatter(ranks)
-    yield segmented.reduce_scatter(ranks, 2)
-    yield server.reduce_scatter(ranks)
-    if _grid(ranks)[0] > 1:
-        yield torus.reduce_scatter(*_grid(ranks))
-
-
-def _all_gathers(ranks: int, _nbytes: float, _links: Links, _root: int) -> Iterator[Plan]:
-    yield halving.all_gather(ranks)
-    yield ring.all_gather(ranks)
-    yield server.all_gather(ranks)
-    if _grid(ranks)[0] > 1:
-        yield torus.all_gather(*_grid(ranks))
-
-
-def _broadcasts(ranks: int, nbytes: float, links: Links, root: int) -> Iterator[Plan]:
-    yield tree.broadcast(ranks, root)
-    yield double_tree.broadcast(ranks, root, best_chunks(ranks, nbytes, links.across()))
-    yield segmented.broadcast(ranks, root, best_segments(ranks, nbytes, links.across()))
-    yield server.broadcast(ranks, root)
-    if _even_hosts(ranks, links.local):
-        yield hierarchical.broadcast(ranks, links.local or ranks, root)
-
-
-def _reduces(ranks: int, nbytes: float, links: Links, root: int) -> Iterator[Plan]:
-    yield tree.reduce(ranks, root)
-    yield segmented.reduce(ranks, root, best_segments(ranks, nbytes, links.across()))
-    yield double_tree.reduce(ranks, root, best_chunks(ranks, nbytes, links.across()))
-    yield server.reduce(ranks, root)
-
-
-CANDIDATES: dict[Operation, Callable[[int, float, Links, int], Iterator[Plan]]] = {
-    "all_reduce": _all_reduces,
-    "reduce_scatter": _reduce_scatters,
-    "all_gather": _all_gathers,
-    "broadcast": _broadcasts,
-    "reduce": _reduces,
-}
+def possible_plans(operation: Operation, ranks: int, nbytes: float, links: Links, root: int = 0) -> Iterator[Plan]:
+    """Yields the plans of an operation that fit."""
+    chunks, segments = best_chunks(ranks, nbytes, links.across()), best_segments(ranks, nbytes, links.across())
+    rows, columns = _grid(ranks)
+    match operation:
+        case "all_reduce":
+            yield from all_reduces(ranks, links.local, [chunks], links.ports)
+        case "reduce_scatter":
+            yield halving.reduce_scatter(ranks)
+            yield ring.reduce_scatter(ranks)
+            yield segmented.reduce_scatter(ranks, 2)
+            yield server.reduce_scatter(ranks)
+            if rows > 1:
+                yield torus.reduce_scatter(rows, columns)
+        case "all_gather":
+            yield halving.all_gather(ranks)
+            yield ring.all_gather(ranks)
+            yield server.all_gather(ranks)
+            if rows > 1:
+                yield torus.all_gather(rows, columns)
+        case "broadcast":
+            yield tree.broadcast(ranks, root)
+            yield double_tree.broadcast(ranks, root, chunks)
+            yield segmented.broadcast(ranks, root, segments)
+            yield server.broadcast(ranks, root)
+            if _even_hosts(ranks, links.local):
+                yield hierarchical.broadcast(ranks, links.local or ranks, root)
+        case "reduce":
+            yield tree.reduce(ranks, root)
+            yield segmented.reduce(ranks, root, segments)
+            yield double_tree.reduce(ranks, root, chunks)
+            yield server.reduce(ranks, root)
 
 
 def _grid(ranks: int) -> tuple[int, int]:
@@ -212,8 +200,7 @@ def _table(candidates: tuple[Candidate, ...]) -> Iterator[str]:
     head = ("total", "latency", "transfer", "adding", "rounds")
     yield " " * (width + 2) + "".join(f"{word:>10}" for word in head)
     for one in candidates:
-        cost = one.price
-        times = (cost.seconds, cost.latency_s, cost.transfer_s, cost.adding_s)
+        times = (one.price.seconds, one.price.latency_s, one.price.transfer_s, one.price.adding_s)
         cells = [*map(seconds_text, times), str(one.rounds)]
         yield f"  {one.plan.name:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
 
@@ -226,17 +213,10 @@ def _why(candidates: tuple[Candidate, ...]) -> str:
     lead = 1 - first.price.seconds / second.price.seconds
     if lead < 0.005:
         return f"{first.plan.name} and {second.plan.name} cost the same"
-    say = partial(_difference, first, second)
-    parts = [say("latency", "latency_s"), say("transfer", "transfer_s"), say("adding", "adding_s")]
-    count = first.rounds
-    rounds = f"{count} {'round' if count == 1 else 'rounds'}, not {second.rounds}"
-    return (
-        f"{first.plan.name} beats {second.plan.name} by {100 * lead:.0f} %: {', '.join(filter(None, parts))} ({rounds})"
-    )
-
-
-def _difference(first: Candidate, second: Candidate, word: str, name: str) -> str:
-    saved = getattr(second.price, name) - getattr(first.price, name)
-    if abs(saved) < 0.001 * second.price.seconds:
-        return ""
-    return f"{seconds_text(abs(saved))} {'less' if saved > 0 else 'more'} {word}"
+    parts = []
+    for word in ("latency", "transfer", "adding"):
+        saved = getattr(second.price, f"{word}_s") - getattr(first.price, f"{word}_s")
+        if abs(saved) >= 0.001 * second.price.seconds:
+            parts.append(f"{seconds_text(abs(saved))} {'less' if saved > 0 else 'more'} {word}")
+    rounds = f"{first.rounds} {'round' if first.rounds == 1 else 'rounds'}, not {second.rounds}"
+    return f"{first.plan.name} beats {second.plan.name} by {100 * lead:.0f} %: {', '.join(parts)} ({rounds})"
