@@ -71,7 +71,15 @@ def measure(
     leaders = range(0, transport.size, each)
     found = [timer.link(ring) if len(ring) > 1 else None for ring in (neighbours, leaders)]
     crowded = timer.crowded(leaders, found[1]) if crowds and len(leaders) > 2 else 1.0
-    return _broadcast(transport, found, timer.adding(), each, crowded)
+    own = [(link.latency_s, link.bytes_per_s) if link else (0.0, 0.0) for link in found]
+    figures = torch.tensor([*own[0], *own[1], timer.adding(), crowded], dtype=torch.float64)
+    engine.run(tree.broadcast(transport.size), figures, transport)  # rank 0's, on every rank
+    inside_s, inside_bytes, between_s, between_bytes, adding, crowded = figures.tolist()
+    between = Link(between_s, between_bytes) if between_bytes else None
+    if between and not inside_bytes:  # one rank a host
+        return Links(between, adding_bytes_per_s=adding, crowded=crowded)
+    inside = Link(inside_s, inside_bytes)
+    return Links(inside, between, each if between else None, adding_bytes_per_s=adding, crowded=crowded)
 
 
 class _Timer:
@@ -151,16 +159,3 @@ class _Timer:
     def _barrier(self) -> None:
         """Returns when all ranks have come, at nearly the same moment."""
         engine.run(self._sync_plan, torch.zeros(1), self._transport)
-
-
-def _broadcast(transport: Transport, found: Sequence[Link | None], adding: float, local: int, crowded: float) -> Links:
-    """Returns rank 0's figures, on every rank."""
-    given = [(link.latency_s, link.bytes_per_s) if link else (0.0, 0.0) for link in found]
-    figures = torch.tensor([*given[0], *given[1], adding, crowded], dtype=torch.float64)
-    engine.run(tree.broadcast(transport.size), figures, transport)
-    inside_s, inside_bytes, between_s, between_bytes, adding, crowded = figures.tolist()
-    between = Link(between_s, between_bytes) if between_bytes else None
-    if between and not inside_bytes:  # one rank a host
-        return Links(between, adding_bytes_per_s=adding, crowded=crowded)
-    inside = Link(inside_s, inside_bytes)
-    return Links(inside, between, local if between else None, adding_bytes_per_s=adding, crowded=crowded)

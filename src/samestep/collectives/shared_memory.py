@@ -26,7 +26,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -119,42 +119,33 @@ class RegisteredBuffer:
     def reduce(self, op: ReduceOp, divisor: int) -> None:
         """Does `add` and `write` at once, block by block."""
         for block in self.blocks:
-            self._add(block, op, divisor)
-            self._write(block, divisor)
+            self.add([block], op, divisor)
+            self.write([block], divisor)
 
-    def add(self, op: ReduceOp, divisor: int) -> None:
+    def add(self, blocks: list[list[Tensor]], op: ReduceOp, divisor: int) -> None:
         """Adds this rank's share of all parts into that of the first; what may overflow is divided before."""
-        for block in self.blocks:
-            self._add(block, op, divisor)
+        for block in blocks:
+            if self._divides_first:
+                for part in block:
+                    divide_(part, divisor)
+            for into, other in self._order:
+                op(block[into], block[other])
 
-    def write(self, divisor: int) -> None:
+    def write(self, blocks: list[list[Tensor]], divisor: int) -> None:
         """Divides what was added, unless that is done, and writes it into all parts."""
-        for block in self.blocks:
-            self._write(block, divisor)
-
-    def _add(self, block: list[Tensor], op: ReduceOp, divisor: int) -> None:
-        if self._divides_first:
-            for part in block:
-                divide_(part, divisor)
-        for into, other in self._order:
-            op(block[into], block[other])
-
-    def _write(self, block: list[Tensor], divisor: int) -> None:
-        first, *others = block
-        if not self._divides_first:
-            divide_(first, divisor)
-        for other in others:
-            other.copy_(first)
+        for first, *others in blocks:
+            if not self._divides_first:
+                divide_(first, divisor)
+            for other in others:
+                other.copy_(first)
 
 
-@dataclass
-class _Started:
+class _Started(NamedTuple):
     number: int
     buffer: RegisteredBuffer
     op: ReduceOp
     divisor: int
     callback: Callable[[], None]
-    work: dist.Work | None = None
 
 
 @dataclass
@@ -171,7 +162,7 @@ class SharedMemoryAllReduce:
     inter_host: InterHost | None = None
     _number: int = field(default=0, init=False)
     _started: deque[_Started] = field(default_factory=deque, init=False)
-    _between_hosts: deque[_Started] = field(default_factory=deque, init=False)
+    _between_hosts: deque[tuple[_Started, dist.Work]] = field(default_factory=deque, init=False)
     _written: list[_Started] = field(default_factory=list, init=False)
     _staging: _StagingBuffer | None = field(default=None, init=False)
 
@@ -228,8 +219,8 @@ class SharedMemoryAllReduce:
         """Adds what all ranks have ready; does not wait."""
         while self._started and self.counters.all_reached(READY, self._started[0].number):
             self._reduce(self._started.popleft())
-        while self._between_hosts and _has_arrived(self._between_hosts[0]):
-            self._write(self._between_hosts.popleft())
+        while self._between_hosts and self._between_hosts[0][1].is_completed():
+            self._write(*self._between_hosts.popleft())
 
     def wait_all(self) -> None:
         """Waits until all that was started is done. Collective: every rank must call it."""
@@ -237,7 +228,7 @@ class SharedMemoryAllReduce:
             self.counters.wait(READY, self._started[0].number)
             self._reduce(self._started.popleft())
         while self._between_hosts:
-            self._write(self._between_hosts.popleft())
+            self._write(*self._between_hosts.popleft())
         self.counters.wait(DONE, self._number)
         finished, self._written = self._written, []
         for one in finished:
@@ -248,14 +239,12 @@ class SharedMemoryAllReduce:
             one.buffer.reduce(one.op, one.divisor)
             self._note_written(one)
         else:
-            one.buffer.add(one.op, one.divisor)
-            one.work = self.inter_host(one.buffer.first)
-            self._between_hosts.append(one)
+            one.buffer.add(one.buffer.blocks, one.op, one.divisor)
+            self._between_hosts.append((one, self.inter_host(one.buffer.first)))
 
-    def _write(self, one: _Started) -> None:
-        if one.work is not None:
-            one.work.wait()
-        one.buffer.write(one.divisor)
+    def _write(self, one: _Started, work: dist.Work) -> None:
+        work.wait()
+        one.buffer.write(one.buffer.blocks, one.divisor)
         self._note_written(one)
 
     def _note_written(self, one: _Started) -> None:
@@ -327,10 +316,6 @@ class _StagingBuffer:
 def is_shared(tensor: Tensor) -> bool:
     shared: bool = tensor.is_shared()  # type: ignore[no-untyped-call]
     return shared
-
-
-def _has_arrived(one: _Started) -> bool:
-    return one.work is None or one.work.is_completed()
 
 
 def _free_bytes() -> int:
