@@ -94,12 +94,8 @@ class RowOwners:
 
     order: Tensor  # [R], the rows, rank after rank
     counts: tuple[int, ...]  # how many each rank has
-    places: Tensor  # [R], where each row stands when `most` rows of each rank are put together
+    places: Tensor  # [R], where each row stands when as many rows of each rank are put together
     pieces: tuple[tuple[int, ...], ...]  # [rank][piece], how many rows of each piece
-
-    @property
-    def most(self) -> int:
-        return max(self.counts)
 
 
 def row_owners(chunk: Chunk, size: int, device: torch.device | str = "cpu") -> RowOwners:

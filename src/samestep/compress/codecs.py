@@ -4,7 +4,7 @@ A codec is a frozen dataclass with its settings, and pure mathematics on tensors
 come as rows of `block` elements, each of which is coded by itself into a packet of the same length, so that any rank
 can take any row:
 
-    rows      [R, block]   float32         encode           packets   [R, row_bytes]   uint8
+    rows      [R, block]   float32         encode           packets   [R, bytes]   uint8
     g0 g1 ... g511                 ─────────────────────▶   scale | q0 q1 ... q511          (int8: 4 + 512 bytes)
               [R, block]   float32         decode
 
@@ -96,14 +96,9 @@ class RowCodec(Codec, ABC):
         """Whether `encode` needs noise."""
         return False
 
-    @property
-    @abstractmethod
-    def row_bytes(self) -> int:
-        """Bytes of a row's packet, a multiple of 4."""
-
     @abstractmethod
     def encode(self, rows: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Returns packets, [R, row_bytes] of uint8.
+        """Returns packets, [R, bytes] of uint8; the bytes are a multiple of 4.
 
         A row that has NaN or Inf is decoded with NaN or Inf in it, so that it is not overlooked.
 
@@ -124,10 +119,6 @@ class Plain(RowCodec):
     block: int = 64
     feedback: bool = False
     exempt: int = 0
-
-    @property
-    def row_bytes(self) -> int:
-        return 4 * self.block
 
     def encode(self, rows: Tensor, noise: Tensor | None = None) -> Tensor:  # noqa: ARG002
         return rows.contiguous().view(torch.uint8)
@@ -162,10 +153,6 @@ class Float16(_Half):
         True
     """
 
-    @property
-    def row_bytes(self) -> int:
-        return 4 + 2 * self.block
-
     def encode(self, rows: Tensor, noise: Tensor | None = None) -> Tensor:  # noqa: ARG002
         exponents = torch.frexp(_largest(rows)).exponent.clamp_(min=-100)  # so that the factor is finite
         one = torch.ones_like(exponents, dtype=torch.float32)
@@ -180,10 +167,6 @@ class Float16(_Half):
 @dataclass(frozen=True, kw_only=True)
 class BFloat16(_Half):
     """bfloat16: half the bytes, an error of at most 2^-9 of each number. PyTorch's hook for it needs a GPU."""
-
-    @property
-    def row_bytes(self) -> int:
-        return 2 * self.block
 
     def encode(self, rows: Tensor, noise: Tensor | None = None) -> Tensor:  # noqa: ARG002
         return rows.to(torch.bfloat16).view(torch.uint8)
@@ -226,10 +209,6 @@ class Int8(RowCodec):
     def needs_noise(self) -> bool:
         return self.rounding == "stochastic"
 
-    @property
-    def row_bytes(self) -> int:
-        return 4 + self.block
-
     def encode(self, rows: Tensor, noise: Tensor | None = None) -> Tensor:
         scales = _largest(rows).div_(126)
         scales[scales < 1e-35 / 126] = 0.0  # which have no reciprocal
@@ -265,10 +244,6 @@ class Sign(RowCodec):
         super().__post_init__()
         if self.block % 32:
             raise UsageError(f"block={self.block} does not fit Sign, which packs signs: give a multiple of 32")
-
-    @property
-    def row_bytes(self) -> int:
-        return 4 + self.block // 8
 
     def encode(self, rows: Tensor, noise: Tensor | None = None) -> Tensor:  # noqa: ARG002
         packets, values = _with_scales(rows.abs().mean(1, keepdim=True), self.block // 8)

@@ -30,7 +30,7 @@ from samestep.compress import topk
 from samestep.compress.chunks import MAX_CHUNK, Chunk, Piece, RowOwners, row_owners
 from samestep.compress.codecs import Codec, Plain, RowCodec
 from samestep.compress.error_feedback import ErrorFeedback
-from samestep.compress.powersgd import PowerSGD, as_matrix, first_guess, orthonormal
+from samestep.compress.powersgd import PowerSGD, as_matrix, orthonormal
 from samestep.compress.topk import TopK
 
 PLAIN = Plain()
@@ -110,7 +110,7 @@ def _mean_of_rows(codec: RowCodec, context: ReductionContext, flat: Tensor, owne
     for packets in arrived[1:]:
         total += codec.decode(packets)
     packets = _encode(codec, context, total.div_(context.size), 1, own)
-    missing = owners.most - owners.counts[context.rank]
+    missing = max(owners.counts) - owners.counts[context.rank]
     everyone = yield AllGather(torch.nn.functional.pad(packets, (0, 0, 0, missing)))  # [2]
     return codec.decode(_pick_rows(everyone.flatten(0, 1), owners.places)).view(-1)
 
@@ -170,8 +170,9 @@ def _mean_of_low_rank(codec: PowerSGD, context: ReductionContext, flat: Tensor) 
     basis = context.memory.of("basis", context.chunk, [columns * codec.rank for _, columns in shapes])
     guesses = _views(basis, [(columns, codec.rank) for _, columns in shapes])
     for guess, piece in zip(guesses, pieces, strict=True):
-        if not bool(guess.any()):
-            guess.copy_(first_guess(len(guess), codec.rank, context.seed + piece.number))
+        if not bool(guess.any()):  # to begin with, the same on every rank
+            generator = torch.Generator().manual_seed(context.seed + piece.number)
+            guess.copy_(torch.randn(len(guess), codec.rank, generator=generator))
     if codec.feedback:
         flat = context.memory.of("residual", context.chunk, context.chunk.lengths).add_(flat)
     matrices = [view.view(shape) for view, shape in zip(context.chunk.views(flat), shapes, strict=True)]
@@ -181,9 +182,9 @@ def _mean_of_low_rank(codec: PowerSGD, context: ReductionContext, flat: Tensor) 
     columns = [orthonormal(each) if bool(each.isfinite().all()) else each for each in _views(tall, heights)]
     for guess, matrix, column in zip(guesses, matrices, columns, strict=True):
         torch.mm(matrix.T, column, out=guess)
-    if codec.feedback:
-        for guess, matrix, column in zip(guesses, matrices, columns, strict=True):
+        if codec.feedback:
             matrix.addmm_(column, guess.T, alpha=-1)
+    if codec.feedback:
         _drop_nonfinite(flat)
     basis.copy_((yield from _plain_mean(context, basis.clone())))
     total = torch.zeros_like(flat)

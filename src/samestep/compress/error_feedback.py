@@ -32,12 +32,8 @@ class ErrorFeedback:
     def of(self, kind: str, chunk: Chunk, lengths: Sequence[int]) -> Tensor:
         """Returns a chunk's memory of one kind, [sum of lengths] of float32, to be changed in place."""
         names = tuple(piece.name for piece in chunk.pieces)
-        joined = self._joined.get((kind, names))
-        if joined is None:
-            joined = self._join(kind, names, lengths)
-        return joined
-
-    def _join(self, kind: str, names: tuple[str, ...], lengths: Sequence[int]) -> Tensor:
+        if (kind, names) in self._joined:
+            return self._joined[kind, names]
         pieces = self._pieces.setdefault(kind, {})
         zeros = torch.zeros(max(lengths, default=0), device=self.device)
         parts = [pieces.get(name, zeros[:length]) for name, length in zip(names, lengths, strict=True)]

@@ -51,11 +51,6 @@ def as_matrix(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     return (shape[0], size // max(shape[0], 1)) if shape else (1, 1)
 
 
-def first_guess(columns: int, rank: int, seed: int) -> Tensor:
-    """Returns a Q to begin with, [columns, rank], the same on every rank."""
-    return torch.randn(columns, rank, generator=torch.Generator().manual_seed(seed))
-
-
 def orthonormal(matrix: Tensor) -> Tensor:
     """Returns an orthonormal basis of the columns, [n, r] with n > r; of columns that are 0, any.
 
