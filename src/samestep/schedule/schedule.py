@@ -134,23 +134,19 @@ class Schedule:
     @cached_property
     def rounds(self) -> tuple[tuple[tuple[int, Action], ...], ...]:
         """The same in rounds: each rank's next action, if its dependencies were done in the rounds before."""
-        return tuple(self._rounds())
-
-    def _rounds(self) -> Iterator[tuple[tuple[int, Action], ...]]:
+        found: list[tuple[tuple[int, Action], ...]] = []
         done: set[Action] = set()
         places = [0] * self.ranks
-        while True:
-            ready = tuple(
-                (rank, actions[place])
-                for rank, (place, actions) in enumerate(zip(places, self.rank_actions, strict=True))
-                if place < len(actions) and all(one in done for one in self.dependencies(actions[place]))
-            )
-            if not ready:
-                return
-            yield ready
+        while ready := tuple(
+            (rank, actions[place])
+            for rank, (place, actions) in enumerate(zip(places, self.rank_actions, strict=True))
+            if place < len(actions) and all(one in done for one in self.dependencies(actions[place]))
+        ):
+            found.append(ready)
             for rank, action in ready:
                 done.add(action)
                 places[rank] += 1
+        return tuple(found)
 
     def peak_in_flight(self, rank: int, stage: int | None = None) -> int:
         """Returns the largest number of micro-batches whose activations a rank holds at once.

@@ -16,8 +16,8 @@ overhead o of LogP (D. Culler et al., "LogP: Towards a Realistic Model of Parall
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -57,16 +57,9 @@ class Costs:
             raise UsageError("a time is negative, or no number")
 
     def action_s(self, action: Action) -> float:
-        stage = action.stage
-        match action.kind:
-            case "F":
-                return self.forward[stage]
-            case "I":
-                return self.inputs[stage]
-            case "W":
-                return self.weights[stage]
-            case _:
-                return self.inputs[stage] + self.weights[stage]
+        if action.kind == "B":
+            return self.inputs[action.stage] + self.weights[action.stage]
+        return {"F": self.forward, "I": self.inputs, "W": self.weights}[action.kind][action.stage]
 
     def message_s(self, action: Action) -> float:
         """Returns the seconds that an action's result takes to another rank."""
@@ -124,51 +117,35 @@ def simulate(schedule: Schedule, costs: Costs, durations: Mapping[Action, float]
     """
     if len(costs.forward) != schedule.stages:
         raise UsageError(f"costs of {len(costs.forward)} stages, and the plan has {schedule.stages}")
-    return Timeline(schedule, tuple(_Simulation(schedule, costs, durations).spans()))
-
-
-@dataclass
-class _Simulation:
-    schedule: Schedule
-    costs: Costs
-    durations: Mapping[Action, float] | None
-    free: list[float] = field(default_factory=list)  # by rank, when it has done its actions so far
-    # by sender and receiver, when the last message has arrived
-    links: dict[tuple[int, int], float] = field(default_factory=dict)
-    # by action and rank, when its result is there
-    arrived: dict[tuple[Action, int], float] = field(default_factory=dict)
-
-    def spans(self) -> Iterator[Span]:
-        self.free = [0.0] * self.schedule.ranks
-        for issued in self.schedule.rounds:
-            done = [self._action(rank, action) for rank, action in issued]
-            yield from done
-            for span in done:
-                target = self.schedule.receiver_rank(span.action)
-                if target is not None and target != span.rank:
-                    yield self._message(span.rank, target, span.action, span.end + self.costs.overhead)
-
-    def _action(self, rank: int, action: Action) -> Span:
-        begin = max([self.free[rank], *(self.arrived[one, rank] for one in self.schedule.dependencies(action))])
-        if self.costs.overhead:
-            begin += self.costs.overhead * self.schedule.num_receives(action)
-        seconds = self.costs.action_s(action) if self.durations is None else self.durations[action]
-        end = self.free[rank] = self.arrived[action, rank] = begin + seconds
-        if self.costs.overhead:
-            self.free[rank] += self.costs.overhead * self.schedule.num_sends(action)
-        return Span(rank, action, begin, end)
-
-    def _message(self, rank: int, target: int, action: Action, ready: float) -> Span:
-        seconds = self.costs.message_s(action)
-        if self.costs.overlap:
-            begin = max(ready, self.links.get((rank, target), 0.0))
-            self.links[rank, target] = begin + seconds
-        else:
-            begin = max(ready, self.free[rank], self.free[target]) if seconds else ready
-            if seconds:
-                self.free[rank] = self.free[target] = begin + seconds
-        self.arrived[action, target] = begin + seconds
-        return Span(rank, action, begin, begin + seconds, target)
+    free = [0.0] * schedule.ranks  # by rank, when it has done its actions so far
+    links: dict[tuple[int, int], float] = {}  # by sender and receiver, when the last message has arrived
+    arrived: dict[tuple[Action, int], float] = {}  # by action and rank, when its result is there
+    spans: list[Span] = []
+    for issued in schedule.rounds:
+        messages: list[tuple[Span, int]] = []
+        for rank, action in issued:
+            begin = max([free[rank], *(arrived[one, rank] for one in schedule.dependencies(action))])
+            if costs.overhead:
+                begin += costs.overhead * schedule.num_receives(action)
+            end = begin + (costs.action_s(action) if durations is None else durations[action])
+            free[rank] = arrived[action, rank] = end
+            if costs.overhead:
+                free[rank] += costs.overhead * schedule.num_sends(action)
+            spans.append(Span(rank, action, begin, end))
+            target = schedule.receiver_rank(action)
+            if target is not None and target != rank:
+                messages.append((spans[-1], target))
+        for (rank, action, _, end, _), target in messages:
+            begin, seconds = end + costs.overhead, costs.message_s(action)
+            if costs.overlap:
+                begin = max(begin, links.get((rank, target), 0.0))
+                links[rank, target] = begin + seconds
+            elif seconds:
+                begin = max(begin, free[rank], free[target])
+                free[rank] = free[target] = begin + seconds
+            arrived[action, target] = begin + seconds
+            spans.append(Span(rank, action, begin, begin + seconds, target))
+    return Timeline(schedule, tuple(spans))
 
 
 def breakdown(schedule: Schedule, costs: Costs, durations: Mapping[Action, float] | None = None) -> dict[str, float]:
