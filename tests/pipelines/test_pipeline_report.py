@@ -14,7 +14,7 @@ import samestep
 from samestep.errors import StepError
 from samestep.pipelines.gantt import COLOURS, PART_COLOURS, ROW
 from samestep.pipelines.pipeline import Pipeline
-from samestep.pipelines.report import PARTS, Prediction, StepTiming, make_report
+from samestep.pipelines.report import PARTS, Prediction, make_report
 from samestep.schedule.algorithms import SCHEDULE_NAMES, make_schedule
 from samestep.schedule.simulate import Costs, simulate
 
@@ -92,8 +92,8 @@ def exactly(schedule):
     plan = make_schedule(schedule, 1, 3)
     costs = Costs([2.0], [0.0], [3.0])
     timeline = simulate(plan, costs)
-    spans = tuple((span.action, span.begin, span.end) for span in timeline.spans)
-    return StepTiming(plan, 6, 100.0, timeline.seconds + 1.0, spans), costs
+    spans = [[*span.action, span.begin, span.end] for span in timeline.spans]
+    return (plan, 6, {"began": 100.0, "seconds": timeline.seconds + 1.0, "spans": spans}), costs
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULE_NAMES if name != "interleaved"])

@@ -41,6 +41,9 @@ __all__ = ["PipelineReport"]
 PARTS = ("work", "bubble", "imbalance", "messages", "tail")
 STEPS_KEPT = 50
 FIRST_EVENTS = 3  # steps that are all among the run's events
+# the schedule of a step, the samples of its batch, and as JSON: "began", on the host's clock; "seconds", with what all
+# ranks do after the last backward; "spans": actions with begin and end in seconds from its begin
+StepTiming = tuple[Schedule, int, dict[str, Any]]
 
 
 @dataclass
@@ -48,11 +51,11 @@ class _Step:
     """One step; times are seconds of the host's clock, or events of a GPU."""
 
     schedule: Schedule
-    samples: int
+    samples: int  # of the replica's batch
     began: float
     starts: Mapping[torch.device, Any]  # by device, the step's begin
     spans: list[tuple[Action, Any, Any]] = field(default_factory=list)  # with begin and end
-    ended: float = 0.0
+    ended: float = 0.0  # with what all ranks do after the last backward
 
 
 class StepTimer:
@@ -102,16 +105,16 @@ class StepTimer:
         """Returns the steps, oldest first; waits for the last on a GPU."""
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)
-        return [self._timing(step) for step in self._steps]
+        return [(step.schedule, step.samples, self._times(step)) for step in self._steps]
 
-    def _timing(self, step: _Step) -> StepTiming:
+    def _times(self, step: _Step) -> dict[str, Any]:
         def since_start(action: Action, at: Any) -> float:
             device = self._devices[action.stage]
             start = step.starts[device]
             return float(start.elapsed_time(at)) / 1e3 if device.type == "cuda" else float(at - start)
 
-        spans = tuple((one, since_start(one, begin), since_start(one, end)) for one, begin, end in step.spans)
-        return StepTiming(step.schedule, step.samples, step.began, step.ended - step.began, spans)
+        spans = [[*one, since_start(one, begin), since_start(one, end)] for one, begin, end in step.spans]
+        return {"began": step.began, "seconds": step.ended - step.began, "spans": spans}
 
 
 def _now(device: torch.device) -> Any:
@@ -120,17 +123,6 @@ def _now(device: torch.device) -> Any:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-@dataclass(frozen=True)
-class StepTiming:
-    """One step of this rank."""
-
-    schedule: Schedule  # that it followed
-    samples: int  # of the replica's batch
-    began: float  # when, in seconds of the host's clock
-    seconds: float  # of the whole step, with what all ranks do after the last backward
-    spans: tuple[tuple[Action, float, float], ...]  # the actions, with begin and end in seconds after the step's begin
 
 
 @dataclass(frozen=True)
@@ -206,10 +198,10 @@ def make_report(world: World, own: Sequence[StepTiming], prediction: Prediction 
     """Returns the report, on every rank. Collective over the pipeline."""
     if not own:
         raise StepError("report() tells of steps, and none was taken: call it after step()")
-    samples = Counter(each.samples for each in own).most_common(1)[0][0]
-    steps = [each for each in own if each.samples == samples]
-    schedule = steps[0].schedule
-    by_rank = all_gather_json(world.pipeline, [_as_json(each) for each in steps])
+    samples = Counter(size for _, size, _ in own).most_common(1)[0][0]
+    steps = [(schedule, times) for schedule, size, times in own if size == samples]
+    schedule = steps[0][0]
+    by_rank = all_gather_json(world.pipeline, [times for _, times in steps])
     one_host = world.local_size == world.size
     seconds = [_step_s(ranks, one_host=one_host) for ranks in zip(*by_rank, strict=True)]
     middle = sorted(range(len(seconds)), key=seconds.__getitem__)[len(seconds) // 2]
@@ -227,11 +219,6 @@ def make_report(world: World, own: Sequence[StepTiming], prediction: Prediction 
         timeline=timeline,
         predicted_timeline=predicted,
     )
-
-
-def _as_json(step: StepTiming) -> dict[str, Any]:
-    spans = [[*action, begin, end] for action, begin, end in step.spans]
-    return {"began": step.began, "seconds": step.seconds, "spans": spans}
 
 
 def _step_s(ranks: Sequence[dict[str, Any]], *, one_host: bool) -> float:
