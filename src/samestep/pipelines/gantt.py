@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from samestep.errors import UsageError
 from samestep.schedule.simulate import Span, Timeline
@@ -61,11 +61,10 @@ def _boxes(timeline: Timeline, kind: str) -> list[Span]:
 
 
 def _draw_page(timelines: Mapping[str, Timeline], parts: Mapping[str, float], file: Path) -> None:
-    from plotly import graph_objects
     from plotly.subplots import make_subplots
 
     heights = [ROW * each.schedule.ranks for each in timelines.values()] + ([ROW] if parts else [])
-    figure = make_subplots(
+    figure: Any = make_subplots(
         rows=len(heights),
         cols=1,
         shared_xaxes=True,
@@ -73,16 +72,12 @@ def _draw_page(timelines: Mapping[str, Timeline], parts: Mapping[str, float], fi
         row_heights=heights,
         vertical_spacing=min(0.2, 60 / sum(heights)),
     )
-    bar = {"orientation": "h", "textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
+    bar = {"orientation": "h", "textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "col": 1}
     shown: set[str] = set()
     for row, timeline in enumerate(timelines.values(), 1):
         for kind, (name, colour) in COLOURS.items():
-            spans = _boxes(timeline, kind)
-            if not spans:
-                continue
-            is_message = kind == "message"
-            figure.add_trace(
-                graph_objects.Bar(
+            if spans := _boxes(timeline, kind):
+                figure.add_bar(
                     name=name,
                     legendgroup=name,
                     showlegend=name not in shown,
@@ -94,30 +89,25 @@ def _draw_page(timelines: Mapping[str, Timeline], parts: Mapping[str, float], fi
                     customdata=[[str(span.action), 1e3 * (span.end - span.begin)] for span in spans],
                     hovertemplate="%{customdata[0]}: %{customdata[1]:.3f} ms from %{base:.3f} ms<extra></extra>",
                     marker={"color": colour, "line": {"color": "white", "width": 1}},
-                    width=0.18 if is_message else 0.7,
-                    offset=-0.5 if is_message else -0.35,
+                    width=0.18 if kind == "message" else 0.7,
+                    offset=-0.5 if kind == "message" else -0.35,
+                    row=row,
                     **bar,
-                ),
-                row=row,
-                col=1,
-            )
-            shown.add(name)
+                )
+                shown.add(name)
         figure.update_yaxes(autorange="reversed", row=row, col=1)
     for place, (name, seconds) in enumerate(parts.items()):
-        figure.add_trace(
-            graph_objects.Bar(
-                name=name,
-                showlegend=False,
-                base=[1e3 * sum(list(parts.values())[:place])],
-                x=[1e3 * seconds],
-                y=["a step"],
-                text=[name],
-                hovertemplate=f"{name}: {1e3 * seconds:.3f} ms<extra></extra>",
-                marker={"color": PART_COLOURS[place % len(PART_COLOURS)]},
-                **bar,
-            ),
+        figure.add_bar(
+            name=name,
+            showlegend=False,
+            base=[1e3 * sum(list(parts.values())[:place])],
+            x=[1e3 * seconds],
+            y=["a step"],
+            text=[name],
+            hovertemplate=f"{name}: {1e3 * seconds:.3f} ms<extra></extra>",
+            marker={"color": PART_COLOURS[place % len(PART_COLOURS)]},
             row=len(heights),
-            col=1,
+            **bar,
         )
     figure.update_layout(
         barmode="overlay",
