@@ -149,7 +149,6 @@ class ScheduleExecutor:
         self._stages = stages
         self._transport = transport
         self._timed = nullcontext if timer is None else timer.action
-        self._local_results: dict[Action, tuple[list[Tensor], list[bool]]] = {}  # from one stage here to another
 
     def run(
         self, inputs: Callable[[int], Tensors], loss_of: Callable[[int], LossOf] | None, shape_keys: ShapeKeys
@@ -159,7 +158,6 @@ class ScheduleExecutor:
         Collective: every rank of the pipeline must call it.
         """
         results: list[Tensors] = []
-        self._local_results.clear()
         self._transport.begin_step(shape_keys)
         with torch.set_grad_enabled(self._schedule.trains):
             for action in self._actions:
@@ -181,34 +179,23 @@ class ScheduleExecutor:
             given: Sequence[Tensor] = inputs(micro_batch)
             requires_grad = [False] * len(given)
         else:
-            given, requires_grad = self._receive(Action("F", action.stage - 1, micro_batch))
+            given, requires_grad = self._transport.receive(Action("F", action.stage - 1, micro_batch))
         is_last = action.stage + 1 == self._schedule.stages
         with self._timed(action):
             loss = loss_of(micro_batch) if loss_of and is_last else None
             outputs = stage.forward(micro_batch, given, requires_grad, loss)
         if is_last:
             return [tuple(each.detach() for each in outputs)]
-        self._send(action, outputs)
+        self._transport.send(action, outputs)
         return []
 
     def _backward(self, action: Action) -> None:
         stage, micro_batch = self._stages[action.stage], action.micro_batch
         next_stage = (one for one in self._schedule.dependencies(action) if one.stage == action.stage + 1)
         source = next(next_stage, None)
-        gradients = None if source is None else self._receive(source)[0]
+        gradients = None if source is None else self._transport.receive(source)[0]
         backward = stage.backward if action.kind == "B" else stage.backward_input
         with self._timed(action):
             found = backward(micro_batch, gradients)
         if action.stage:
-            self._send(action, found)
-
-    def _receive(self, action: Action) -> tuple[list[Tensor], list[bool]]:
-        if action in self._local_results:
-            return self._local_results.pop(action)
-        return self._transport.receive(action)
-
-    def _send(self, action: Action, tensors: Sequence[Tensor]) -> None:
-        if self._schedule.receiver_rank(action) == self._schedule.placement[action.stage]:
-            self._local_results[action] = (list(tensors), [each.requires_grad for each in tensors])
-        else:
-            self._transport.send(action, tensors)
+            self._transport.send(action, found)
