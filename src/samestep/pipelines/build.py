@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import nn
@@ -115,71 +116,55 @@ def pipeline(
                     optimizer.zero_grad()
                     state.commit()
     """
-    codec = choose_codec(compress, world, None, None)
+    codec, size = choose_codec(compress, world, None, None), world.pipeline.size
+    planned: dict[str, Any] = {}
     if plan is None:
-        schedule, micro_batches, split_size = broadcast_json(
-            world.everyone, [schedule or "1f1b", micro_batches, split_size]
-        )
+        name, count, split_size = broadcast_json(world.everyone, [schedule or "1f1b", micro_batches, split_size])
         if loss_fn is None:
             raise UsageError(
                 "neither a plan nor a loss: samestep.pipeline(stages, world, loss_fn=…), or plan_pipeline first"
             )
         model = normalize_model(model)
         ends = _ends_by_hand(model)
-        _check_sizes(micro_batches, split_size)
-        if micro_batches is not None and split_size is not None:
-            raise UsageError(f"micro_batches={micro_batches} and split_size={split_size}: give one of the two")
-        micro_batches = micro_batches or 4 * len(ends)
-        if world.pipeline.size == 1 and devices is None:  # alone it holds all stages, which then are one
-            ends, schedule = ends[-1:], "1f1b"
-        return Pipeline(
-            model,
-            world,
-            loss_fn,
-            ends=ends,
-            schedule=schedule or "1f1b",
-            micro_batches=micro_batches,
-            weight=weight,
-            split_size=split_size,
-            devices=devices,
-            codec=codec,
+        _check_sizes(count, split_size)
+        if count is not None and split_size is not None:
+            raise UsageError(f"micro_batches={count} and split_size={split_size}: give one of the two")
+        count = count or 4 * len(ends)
+    else:
+        if loss_fn is not None or schedule is not None or weight is not None:
+            raise UsageError("loss_fn, schedule and weight are the plan's: give them to plan_pipeline, or no plan")
+        loss_fn, weight = plan.loss_fn, plan.weight
+        count = _micro_batches(plan, micro_batches, split_size)
+        own = [plan.ends, plan.stages_per_rank, plan.schedule, plan.samples, plan.micro_batches, asdict(plan.costs)]
+        own += [plan.digest, plan.splits, plan.loss_warning, count, split_size]
+        ends, per_rank, name, samples, planned_count, costs, *rest = broadcast_json(world.everyone, own)
+        planned["digest"], planned["splits"], planned["loss_warning"], count, split_size = rest
+        planned["example_inputs"] = broadcast_tensors(
+            world.everyone, 0, plan.example_inputs, torch.device("cpu"), world.everyone.control
         )
-    if loss_fn is not None or schedule is not None or weight is not None:
-        raise UsageError("loss_fn, schedule and weight are the plan's: give them to plan_pipeline, or no plan")
-    count = _micro_batches(plan, micro_batches, split_size)
-    own = [plan.ends, plan.stages_per_rank, plan.schedule, plan.samples, plan.micro_batches, asdict(plan.costs)]
-    own += [plan.digest, plan.splits, plan.loss_warning, count, split_size]
-    ends, per_rank, name, samples, planned, costs, digest, splits, warning, count, split_size = broadcast_json(
-        world.everyone, own
-    )
-    everyone = world.everyone
-    examples = broadcast_tensors(everyone, 0, plan.example_inputs, torch.device("cpu"), everyone.control)
-    ranks, size = len(ends) // per_rank, world.pipeline.size
-    prediction = Prediction(samples, planned, Costs(**costs)) if devices is not None or ranks == size else None
+        ranks = len(ends) // per_rank
+        if devices is not None or ranks == size:
+            planned["prediction"] = Prediction(samples, planned_count, Costs(**costs))
+        if size > 1 and ranks != size:
+            several = f", {per_rank} on each of {ranks} ranks" if per_rank > 1 else ""
+            raise UsageError(
+                f"the plan has {len(ends)} stages{several}, and the pipeline {size} ranks: "
+                f"samestep.world(pipeline={ranks}), or plan for stages={size}"
+            )
     if size == 1 and devices is None:  # alone it holds all stages, which then are one
         ends, name = ends[-1:], "1f1b"
-    elif size > 1 and ranks != size:
-        several = f", {per_rank} on each of {ranks} ranks" if per_rank > 1 else ""
-        raise UsageError(
-            f"the plan has {len(ends)} stages{several}, and the pipeline {size} ranks: "
-            f"samestep.world(pipeline={ranks}), or plan for stages={size}"
-        )
     return Pipeline(
         model,
         world,
-        plan.loss_fn,
+        loss_fn,
         ends=ends,
         schedule=name,
         micro_batches=count,
-        weight=plan.weight,
-        prediction=prediction,
-        example_inputs=examples,
-        digest=digest,
-        splits=splits,
+        weight=weight,
         split_size=split_size,
         devices=devices,
         codec=codec,
-        loss_warning=warning,
+        **planned,
     )
 
 
