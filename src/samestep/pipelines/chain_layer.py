@@ -70,24 +70,14 @@ def extract(model: nn.Module, targets: Iterable[str], constants: Mapping[str, Te
             if place is source:  # the whole of it is there already
                 break
         else:
-            _attach(place, name, source, (constants or {}).get(target))
+            if constants and target in constants:
+                place.register_buffer(name, constants[target], persistent=False)
+            elif name in source._buffers:  # noqa: SLF001
+                persistent = name not in source._non_persistent_buffers_set  # noqa: SLF001
+                place.register_buffer(name, getattr(source, name), persistent=persistent)
+            else:
+                setattr(place, name, getattr(source, name))
     return home
-
-
-def _attach(place: nn.Module, name: str, source: nn.Module, constant: Tensor | None) -> None:
-    if constant is not None:
-        place.register_buffer(name, constant, persistent=False)
-        return
-    value = getattr(source, name)
-    if isinstance(value, nn.Module):
-        place.add_module(name, value)
-    elif isinstance(value, nn.Parameter):
-        place.register_parameter(name, value)
-    elif name in source._buffers:  # noqa: SLF001
-        persistent = name not in source._non_persistent_buffers_set  # noqa: SLF001
-        place.register_buffer(name, value, persistent=persistent)
-    else:
-        setattr(place, name, value)
 
 
 def as_argument(given: tuple[Tensor, ...]) -> Any:

@@ -71,9 +71,9 @@ def build_chain(model: nn.Module, sample: Sequence[Any] | None = None, splits: S
     """
     if isinstance(model, nn.ModuleList):
         named = [(name, child) for name, child in model._modules.items() if child is not None]  # noqa: SLF001
-        chain = LayerChain(model, [_layer_of(model, name, child, _call_unpacked) for name, child in named])
+        chain = LayerChain(model, [_layer_of(model, name, child, unpacks=True) for name, child in named])
     elif type(model) is nn.Sequential:
-        chain = LayerChain(model, [_layer_of(model, name, child, _call) for name, child in _flatten(model, "")])
+        chain = LayerChain(model, [_layer_of(model, name, child, unpacks=False) for name, child in _flatten(model, "")])
     elif sample is None:
         raise ModelError(f"{type(model).__name__} is no nn.Sequential: samestep.plan_pipeline cuts it, with a sample")
     else:
@@ -89,17 +89,12 @@ def build_chain(model: nn.Module, sample: Sequence[Any] | None = None, splits: S
     return chain
 
 
-def _layer_of(model: nn.Module, name: str, module: nn.Module, call: Any) -> ChainLayer:
-    return ChainLayer(extract(model, [name]), name, [name], partial(call, name), type(module))
+def _layer_of(model: nn.Module, name: str, module: nn.Module, *, unpacks: bool) -> ChainLayer:
+    def run(home: nn.Module, given: Any) -> Any:
+        own = home.get_submodule(name)
+        return own(*given) if unpacks and isinstance(given, tuple) else own(given)
 
-
-def _call(name: str, home: nn.Module, given: Any) -> Any:
-    return home.get_submodule(name)(given)
-
-
-def _call_unpacked(name: str, home: nn.Module, given: Any) -> Any:
-    module = home.get_submodule(name)
-    return module(*given) if isinstance(given, tuple) else module(given)
+    return ChainLayer(extract(model, [name]), name, [name], run, type(module))
 
 
 def _flatten(module: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -12,7 +12,8 @@ them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -50,14 +51,16 @@ class SplitForward:
         self.constants = training.constants | evaluation.constants
         self.digest = hashlib.sha256("\n".join(map(_describe_node, nodes[0])).encode()).hexdigest()
         self.ends, self.obstacles = (list(ends), []) if ends else _split_places(nodes[0], training.values, model)
-        numbers = _live_numbers(nodes[0], training.values, self.ends)
+        live = {place for end in self.ends[:-1] for place in _live_values(nodes[0], end)}
+        kinds = {place: type(training.values[nodes[0][place].name]) for place in live}
+        numbers = {place: _NUMBERS[kind] for place, kind in kinds.items() if kind in _NUMBERS}
         self.layers: list[ChainLayer] = []
-        names: set[str] = set()
+        called: Counter[str] = Counter()
         for begin, end in pairwise([len(sample), *self.ends]):
             own = nodes[0][begin:end]
             first = next((name for node in own if (name := _weight_of(node, model))), "forward")
-            name = next(name for name in _names(first) if name not in names)
-            names.add(name)
+            called[first] += 1
+            name = first if called[first] == 1 else f"{first} ({called[first]})"
             functions = [_Function(each, begin, end, len(sample), numbers) for each in nodes]
             targets = list(dict.fromkeys(target for function in functions for target in function.targets))
             home = extract(model, targets, self.constants)
@@ -120,13 +123,6 @@ def _split_places(nodes: list[fx.Node], values: Mapping[str, Any], model: nn.Mod
     return [*ends, len(nodes) - 1], obstacles
 
 
-def _live_numbers(nodes: list[fx.Node], values: Mapping[str, Any], ends: Sequence[int]) -> dict[int, str]:
-    """Returns which operations that are live at a split give numbers, and of which kind."""
-    live = {place for end in ends[:-1] for place in _live_values(nodes, end)}
-    kinds = {place: type(values[nodes[place].name]) for place in live}
-    return {place: _NUMBERS[kind] for place, kind in kinds.items() if kind in _NUMBERS}
-
-
 def _weight_of(node: fx.Node, model: nn.Module) -> str | None:
     """Returns the name of the module or parameter that makes an operation one with weights; None for others."""
     if node.op == "call_module":
@@ -159,12 +155,6 @@ def _cannot_send(live: Sequence[int], nodes: list[fx.Node], values: Mapping[str,
 
 def _nbytes(value: Any) -> int:
     return value.nbytes if isinstance(value, Tensor) else 8
-
-
-def _names(first: str) -> Iterator[str]:
-    """Yields names for a layer; a module that is called twice has two."""
-    yield first
-    yield from (f"{first} ({number})" for number in range(2, 1 << 30))
 
 
 def _signature(model: nn.Module, nodes: list[fx.Node]) -> str:
