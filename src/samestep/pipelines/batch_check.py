@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,6 @@ Ranges = Sequence[tuple[int, int]]  # by micro-batch, its samples
 SAMPLED_VALUES = 64  # of a tensor, spread over all of it
 _BITS = 20  # of a digest: sums of squares over thousands of ranks are exact
 _CHANGED = 1 << 36  # above all sums of digests
-
-
-class ShapeKeys(Protocol):
-    """By micro-batch, a key that is the same on all ranks, and for micro-batches of one shape."""
-
-    def __getitem__(self, micro_batch: int, /) -> Hashable: ...
 
 
 def split_targets(batch: Any) -> tuple[Sequence[Any], Any]:
@@ -114,6 +108,9 @@ class CheckedShapes:
         return self._check.changes
 
 
+ShapeKeys = CheckedShapes | Sequence[Hashable]  # by micro-batch, equal on all ranks and for micro-batches of one shape
+
+
 class BatchCheck:
     """Checks the batches of one rank against those of the others."""
 
@@ -153,24 +150,19 @@ class BatchCheck:
         """Looks at the sums of all ranks' values; `text` is this rank's step in words. Collective if they differ."""
         changed, values = divmod(int(first), _CHANGED)
         if self._axis.size * int(squares) != values * values:
-            self._raise_different(text)
+            texts, ranks = all_gather_json(self._axis, text), self._axis.ranks
+            other = next((place for place, each in enumerate(texts) if each != texts[0]), None)
+            what = (
+                f"rank {ranks[0]} takes {texts[0]}, rank {ranks[other]} {texts[other]}"
+                if other is not None
+                else f"ranks {', '.join(map(str, ranks))} have targets of other values"
+            )
+            raise DataError(
+                f"the ranks of a pipeline do not have the same batch: {what}. The first stage takes the inputs and the "
+                "last the targets: load with samestep.shards, or by one seed on all ranks of world.pipeline"
+            )
         if changed:
             self._exchange_requires_grad()
-
-    def _raise_different(self, own: str) -> None:
-        """Collective over the pipeline."""
-        texts = all_gather_json(self._axis, own)
-        ranks = self._axis.ranks
-        other = next((place for place, each in enumerate(texts) if each != texts[0]), None)
-        what = (
-            f"rank {ranks[0]} takes {texts[0]}, rank {ranks[other]} {texts[other]}"
-            if other is not None
-            else f"ranks {', '.join(map(str, ranks))} have targets of other values"
-        )
-        raise DataError(
-            f"the ranks of a pipeline do not have the same batch: {what}. The first stage takes the inputs and the "
-            "last the targets: load with samestep.shards, or by one seed on all ranks of world.pipeline"
-        )
 
     def _exchange_requires_grad(self) -> None:
         """Checks that a weight of several stages is frozen under all of its names. Collective over the pipeline."""

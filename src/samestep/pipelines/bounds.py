@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from samestep.pipelines.layers import Device, Layer, Link
-from samestep.schedule.schedule import ACCUMULATES, BACKWARDS, Action, Actions, Schedule
+from samestep.schedule.schedule import ACCUMULATES, BACKWARDS, Action, Schedule
 
 Ends = tuple[int, ...]
 
@@ -176,22 +176,16 @@ class SegmentCosts:
 Row = Counter[tuple[str, int]]
 
 
-def bound_rows(schedule: Schedule, *, overlap: bool) -> dict[int, list[Row]]:
-    """Returns, by rank, sums that no step with whole backwards undercuts; as many for each, in the same order.
+def bound_rows(schedule: Schedule, rank: int, *, overlap: bool) -> Iterator[Row]:
+    """Yields sums that no step with whole backwards undercuts; of each rank as many, in the same order.
 
     Example:
         >>> from samestep.schedule.algorithms import interleaved
-        >>> row = bound_rows(interleaved(2, 4), overlap=True)[1][0]
+        >>> row = next(bound_rows(interleaved(2, 4), 1, overlap=True))
         >>> row["F", 0], row["F", 1], row["B", 3], row["message", 1]
         (1, 4, 4, 2)
     """
-    return {
-        rank: list(_rows_of(schedule, rank, actions, overlap=overlap))
-        for rank, actions in enumerate(schedule.rank_actions)
-    }
-
-
-def _rows_of(schedule: Schedule, rank: int, actions: Actions, *, overlap: bool) -> Iterator[Row]:
+    actions = schedule.rank_actions[rank]
     own = [stage for stage, holder in enumerate(schedule.placement) if holder == rank]
     place = {action: number for number, action in enumerate(actions)}
     firsts = [Action(kind, stage, 0) for kind in ("F", "B") for stage in own]
@@ -285,8 +279,10 @@ class InterleavedBound:
         """Of each rank, and their means by the ranks' speeds."""
         schedule, devices = self._costs.schedule, self._costs.devices
         speeds = [devices[schedule.placement.index(rank)].speed for rank in range(schedule.ranks)]
-        rows = bound_rows(schedule, overlap=self._costs.link.overlap)
-        by_rank = [[self._as_weights(row) for row in rows[rank]] for rank in range(schedule.ranks)]
+        by_rank = [
+            [self._as_weights(row) for row in bound_rows(schedule, rank, overlap=self._costs.link.overlap)]
+            for rank in range(schedule.ranks)
+        ]
         means = [np.average(same, axis=0, weights=speeds) for same in zip(*by_rank, strict=True)]
         return [*(one for each in by_rank for one in each), *means]
 

@@ -121,12 +121,6 @@ def _check_same_kinds(ranks: Sequence[list[list[str | int]]]) -> None:
             )
 
 
-def check_number(devices: int, stages: int, schedule: str) -> None:
-    """Refuses a number of devices that stages cannot be divided among."""
-    if devices != stages and not (devices and schedule == "interleaved" and stages % devices == 0):
-        raise UsageError(f"{devices} device{'' if devices == 1 else 's'} for {stages} stages: give one for each")
-
-
 class DeviceCopier:
     """Copies batches from one device to another; to the same device they stay what they are.
 

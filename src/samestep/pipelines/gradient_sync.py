@@ -111,7 +111,11 @@ class ReplicaGradientSync:
         grouped = [[gradients[place] for place in places] for places in assign_buckets(gradients)]
         lengths = [[each.numel() for each in group] for group in grouped]
         if [bucket.lengths for bucket in self._buckets] != lengths:
-            self._buckets = [_Bucket.made(group, self._shared_memory) for group in grouped]
+            self._buckets = []
+            for own, group in zip(lengths, grouped, strict=True):
+                flat = torch.empty(sum(own), dtype=group[0].dtype, device=group[0].device)
+                registered = None if self._shared_memory is None else self._shared_memory.register(flat)
+                self._buckets.append(_Bucket(flat, own, registered))
         for bucket, group in zip(self._buckets, grouped, strict=True):
             torch.cat([each.flatten() for each in group], out=bucket.flat)
             if self._shared_memory is None or bucket.registered is None:
@@ -150,12 +154,6 @@ class _Bucket:
     flat: Tensor
     lengths: list[int]
     registered: RegisteredBuffer | None
-
-    @classmethod
-    def made(cls, gradients: list[Tensor], shared_memory: SharedMemoryAllReduce | None) -> _Bucket:
-        lengths = [each.numel() for each in gradients]
-        flat = torch.empty(sum(lengths), dtype=gradients[0].dtype, device=gradients[0].device)
-        return cls(flat, lengths, None if shared_memory is None else shared_memory.register(flat))
 
 
 @dataclass(frozen=True)

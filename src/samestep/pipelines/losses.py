@@ -52,17 +52,15 @@ class MicroBatchLoss:
             raise DataError(self._warning)
         weigh = self._weigh if mean is None else mean.weigh
         weights = [weigh(slice_batch(batch, *one)) for one in ranges]
-        return weights, self._sum_over_replicas(sum(weights)) if mean is None else mean.total
+        if mean is not None:
+            return weights, mean.total
+        total = torch.tensor([sum(weights)], dtype=torch.float64)
+        if self._world.data.size > 1:
+            dist.all_reduce(total, group=self._world.data.control)
+        return weights, float(total)
 
     def _weigh(self, samples: Sequence[Any]) -> float:
         return float(count_samples(samples)) if self._weight is None else float(self._weight(samples[-1]))
-
-    def _sum_over_replicas(self, own: float) -> float:
-        if self._world.data.size == 1:
-            return own
-        total = torch.tensor([own], dtype=torch.float64)
-        dist.all_reduce(total, group=self._world.data.control)
-        return float(total)
 
     def part(self, outputs: Tensors, targets: Any, weight: float, total: float) -> Tensor:
         """Returns a micro-batch's part of the loss of the step."""

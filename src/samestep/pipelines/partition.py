@@ -98,11 +98,8 @@ class PartitionProblem:
 
     @cached_property
     def segments(self) -> SegmentCosts:
-        return SegmentCosts(self.layers, self._stage_devices, self.schedule, self.link, self.state, self.colocated)
-
-    @property
-    def _stage_devices(self) -> list[Device]:
-        return [self.devices[rank] for rank in self.schedule.placement]
+        devices = [self.devices[rank] for rank in self.schedule.placement]
+        return SegmentCosts(self.layers, devices, self.schedule, self.link, self.state, self.colocated)
 
     @cached_property
     def _interleaved(self) -> InterleavedBound | None:
@@ -111,7 +108,7 @@ class PartitionProblem:
 
     def costs(self, ends: Sequence[int]) -> Costs:
         """Returns what the stages of a partition cost."""
-        pairs = list(zip(zip((0, *ends), ends, strict=False), self._stage_devices, strict=True))
+        pairs = list(zip(zip((0, *ends), ends, strict=False), self.segments.devices, strict=True))
         forward, inputs, weights = (
             [float(self.segments.work_s[kind][pair]) / device.speed for pair, device in pairs] for kind in "FIW"
         )

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from samestep.compress.codecs import Codec
 from samestep.data.batches import slice_batch
-from samestep.errors import DataError, ModelError
+from samestep.errors import DataError, ModelError, UsageError
 from samestep.pipelines.batch_check import BatchCheck, CheckedShapes, Ranges, count_samples, split_targets
 from samestep.pipelines.chain_layer import Call, as_argument
-from samestep.pipelines.devices import DevicesArg, check_number, resolve_devices
+from samestep.pipelines.devices import DevicesArg, resolve_devices
 from samestep.pipelines.executor import LossOf, ScheduleExecutor, Stage, Tensors
 from samestep.pipelines.gradient_sync import ReplicaGradientSync, make_compression
-from samestep.pipelines.layer_rng import LayerRng
 from samestep.pipelines.losses import LossFn, MicroBatchLoss, WeightFn
 from samestep.pipelines.model_chain import AnyModel, LayerChain, build_chain, normalize_model, stage_ranges
 from samestep.pipelines.report import PipelineReport, Prediction, StepTimer, make_report
@@ -47,7 +46,8 @@ from samestep.runtime.exchange import all_gather_json, all_gather_tensors, broad
 from samestep.runtime.world import World
 from samestep.schedule.algorithms import forward_only, make_schedule
 from samestep.schedule.schedule import Schedule
-from samestep.seeding import derive_seed
+from samestep.seeding import GOLDEN, derive_seed
+from samestep.text import plural
 from samestep.topology import cut_evenly
 
 __all__ = ["Pipeline"]
@@ -59,13 +59,6 @@ class FullModel:
 
     state: dict[str, Tensor]  # name -> its entry in the state, without storage, in the model's order
     parameters: dict[str, list[int]]  # name -> shape, in the model's order
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        return cls(
-            {name: each.detach().to("meta") for name, each in model.state_dict().items()},
-            {name: list(each.shape) for name, each in model.named_parameters() if tied_source(each) is each},
-        )
 
 
 class Pipeline(nn.Module):
@@ -130,12 +123,16 @@ class Pipeline(nn.Module):
         model = normalize_model(model)
         axis, own_devices = world.pipeline, resolve_devices(devices, world)
         self._holds_all = axis.size == 1
-        if devices is not None and self._holds_all:
-            check_number(len(own_devices), len(ends), schedule)
         ranks = len(own_devices) if self._holds_all else axis.size
+        if devices is not None and self._holds_all and ranks != len(ends):
+            if not ranks or schedule != "interleaved" or len(ends) % ranks:
+                raise UsageError(f"{plural(ranks, 'device')} for {len(ends)} stages: give one for each")
         chain = _chain_as_planned(model, example_inputs, digest, splits)
         ranges = stage_ranges(chain.layers, ends, ranks, copied=find_tied(model, chain.layers))
-        self.full_model = FullModel.of(model)
+        self.full_model = FullModel(
+            {name: each.detach().to("meta") for name, each in model.state_dict().items()},
+            {name: list(each.shape) for name, each in model.named_parameters() if tied_source(each) is each},
+        )
         tied_weights = untie(model, chain.layers)
         self.world = world
         self.number = world.next_id()
@@ -242,7 +239,12 @@ class Pipeline(nn.Module):
             with self.rng.step():
                 losses = self._run(self._trainers, inputs, ranges, shapes, loss_of)
             self._gradient_sync.end()
-            share = self._replica_share(losses)
+            share = torch.zeros(1, dtype=torch.float64)  # the replica's, from the rank of the last stage
+            for (each,) in losses:
+                share += each.double().cpu()
+            axis = self.world.pipeline
+            if axis.size > 1:
+                dist.broadcast(share, axis.ranks[self.last_stage_rank], group=axis.control)
             if mean is not None:
                 mean.add(share)
             if self.world.data.size > 1:
@@ -307,16 +309,6 @@ class Pipeline(nn.Module):
             return self._to_stage(tuple(slice_batch(each, *ranges[number]) for each in inputs), 0)  # type: ignore[no-any-return]
 
         return executors(len(ranges)).run(inputs_of, loss_of, shapes)
-
-    def _replica_share(self, losses: list[Tensors]) -> Tensor:
-        """Returns the replica's share of the loss, from the rank of the last stage. Collective over the pipeline."""
-        share = torch.zeros(1, dtype=torch.float64)
-        for (each,) in losses:
-            share += each.double().cpu()
-        axis = self.world.pipeline
-        if axis.size > 1:
-            dist.broadcast(share, axis.ranks[self.last_stage_rank], group=axis.control)
-        return share
 
     def sync_buffers(self) -> None:
         """Makes buffers equal on all replicas. Collective: all call it."""
@@ -409,6 +401,57 @@ class Pipeline(nn.Module):
         """Yields this rank's buffers under the names that they have in the model."""
         for part in self.parts.values():
             yield from part.named_buffers(*args, **kwargs)
+
+
+class LayerRng:
+    """Random numbers of one rank's layers, dropout's above all: seeded by step, micro-batch and layer, on any rank.
+
+        seed = (seed, replica) · step · micro-batch · layer        so a layer draws the same, however the model is cut,
+                                                                   whatever the schedule, and in one process too
+
+    In torch's own pipelines a stage draws from the stream of its process: with other cuts, or micro-batches in another
+    order, it is another training. Torch's generators are seeded, on the host and on the layer's device; Python's and
+    NumPy's are not. After a step the streams are where they were before it.
+
+    Attributes:
+        steps: how many micro-batches of a loader, or steps without one, have been taken.
+    """
+
+    def __init__(self, seed: int, replica: int, devices: Sequence[torch.device]) -> None:
+        self.steps = 0
+        self._seed = seed
+        self._replica = replica
+        self._gpus = [each for each in dict.fromkeys(devices) if each.type == "cuda"]
+        self._seeds: dict[int, int] | None = None  # by micro-batch; None outside of a step
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Makes :meth:`seed_layer` seed; afterwards the streams are where they were. A failed step counts, too."""
+        self._seeds = {}
+        try:
+            with torch.random.fork_rng(self._gpus):
+                yield
+        finally:
+            self._seeds = None
+            self.steps += 1
+
+    def seed_layer(self, micro_batch: int, layer: int, device: torch.device) -> None:
+        """Seeds torch's generators before a layer computes a micro-batch on a device."""
+        if self._seeds is None:
+            return
+        if micro_batch not in self._seeds:
+            self._seeds[micro_batch] = derive_seed(self._seed, self._replica, self.steps, micro_batch)
+        seed = (self._seeds[micro_batch] + layer * GOLDEN) & ((1 << 63) - 1)
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+    def state(self) -> list[int]:
+        """Returns what a resumed run continues from; the same on every rank."""
+        return [self._seed, self.steps]
+
+    def load(self, state: list[int]) -> None:
+        self._seed, self.steps = state
 
 
 def _chain_as_planned(

@@ -127,9 +127,9 @@ class TiedGradients:
     def sum_gradients(self) -> None:
         """Gives all copies of a weight the sum of their gradients. Collective over the ranks that have some."""
         for holders in self._holders:
-            mine = [name for name, rank in holders if rank == self._axis.rank]
-            if mine and self._own[mine[0]].requires_grad:  # as all copies, on all ranks (see batch_check)
-                self._sum(holders, {name: self._own[name] for name in mine})
+            mine = {name: self._own[name] for name, rank in holders if rank == self._axis.rank}
+            if any(each.requires_grad for each in mine.values()):  # as all copies, on all ranks (see batch_check)
+                self._sum(holders, mine)
 
     def _sum(self, holders: list[tuple[str, int]], mine: dict[str, nn.Parameter]) -> None:
         like = next(iter(mine.values()))
