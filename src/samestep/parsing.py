@@ -70,7 +70,7 @@ def quantity(units: Units) -> Reader:
     return reader
 
 
-def whole(least: int = 0) -> Reader:
+def whole(least: int = 0, most: float = LARGEST) -> Reader:
     """Returns a reader of whole numbers.
 
     >>> whole(1)(3, "nodes.count")
@@ -78,8 +78,9 @@ def whole(least: int = 0) -> Reader:
     """
 
     def reader(value: Any, name: str) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST:
-            raise UsageError(f"{name} is {value!r:.40}: give a whole number, {least} or more")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            span = f"{least} or more" if most == LARGEST else f"{least} to {most}"
+            raise UsageError(f"{name} is {value!r:.40}: give a whole number, {span}")
         return value
 
     return reader

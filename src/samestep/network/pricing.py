@@ -146,7 +146,8 @@ def price_lines(plan: Rounds, links: Links, network: PlacedNetwork | None = None
     rounds = 0
     for one in plan.make_rounds():
         lines = ports.lines(one)
-        through = network.through(one).line(plan.blocks) if network is not None else None
+        crossing = None if network is None else network.through(one)
+        through = None if crossing is None else (crossing.latency_s, crossing.transfer / plan.blocks)
         for repetition, times in ((0, 1), (1, one.repeat - 1)):
             if times:
                 late = None if before is None else before.must_add_first(one, repetition)
@@ -329,9 +330,6 @@ class Crossing(NamedTuple):
     transfer: float = 0.0  # seconds of the busiest link
     alone: float = 0.0  # seconds of the largest message if nothing else were in the network
     busiest: int | None = None  # that link; None where nothing crosses, or where it is inside a host
-
-    def line(self, blocks: int) -> tuple[float, float]:
-        return self.latency_s, self.transfer / blocks
 
 
 class PlacedNetwork:

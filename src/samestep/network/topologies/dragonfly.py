@@ -29,7 +29,8 @@ import numpy as np
 from samestep.errors import UsageError
 from samestep.network.links import Link
 from samestep.network.messages import Ints
-from samestep.network.topologies.topology import Hop, LinkTypes, Segments, Size, Topology, whole
+from samestep.network.topologies.topology import Hop, LinkTypes, Segments, Size, Topology
+from samestep.parsing import whole
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,10 @@ class Dragonfly(Topology):
     g: int = 0
 
     def __post_init__(self) -> None:
-        whole(self.p, "p, the hosts on a dragonfly's switch,", 1)
-        whole(self.a, "a, the switches in a dragonfly's group,", 1)
-        whole(self.h, "h, the cables of a dragonfly's switch to other groups,", 1)
-        whole(self.g, "g, the groups of a dragonfly,", 0)
+        whole(1)(self.p, "p, the hosts on a dragonfly's switch,")
+        whole(1)(self.a, "a, the switches in a dragonfly's group,")
+        whole(1)(self.h, "h, the cables of a dragonfly's switch to other groups,")
+        whole(0)(self.g, "g, the groups of a dragonfly,")
         if self.g > self.a * self.h + 1:
             raise UsageError(
                 f"{self.a} switches with {self.h} cables each reach {self.a * self.h} other groups, not {self.g - 1}: "

@@ -34,7 +34,8 @@ import numpy as np
 from samestep.errors import UsageError
 from samestep.network.links import Link
 from samestep.network.messages import Floats, Ints
-from samestep.network.topologies.topology import Hop, LinkTypes, Segments, Size, Topology, whole
+from samestep.network.topologies.topology import Hop, LinkTypes, Segments, Size, Topology
+from samestep.parsing import whole
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class FatTree(Topology):
             )
         for name, numbers in (("down", self.down), ("up", self.up)):
             for level, number in enumerate(numbers, start=1):
-                whole(number, f"the number of links {name} of a fat tree's level {level}", 1)
+                whole(1)(number, f"the number of links {name} of a fat tree's level {level}")
 
     @cached_property
     def size(self) -> Size:
@@ -223,8 +224,8 @@ def of_ports(link_types: LinkTypes, ports: int, oversubscription: int = 1) -> Fa
         >>> [of_ports(LinkTypes(Link(1e-6, 25e9)), k).hosts for k in (4, 48, 74)]
         [16, 27648, 101306]
     """
-    whole(oversubscription, "the oversubscription of a fat tree", 1)
-    whole(ports, "the number of ports of a fat tree's switches", 2)
+    whole(1)(oversubscription, "the oversubscription of a fat tree")
+    whole(2)(ports, "the number of ports of a fat tree's switches")
     if ports % 2 or ports % (oversubscription + 1):
         fitting = math.lcm(2, oversubscription + 1)
         raise UsageError(

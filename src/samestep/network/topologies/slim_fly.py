@@ -48,7 +48,8 @@ import numpy as np
 from samestep.errors import UsageError
 from samestep.network.links import Link
 from samestep.network.messages import Ints
-from samestep.network.topologies.topology import Hop, Segments, Size, Topology, whole
+from samestep.network.topologies.topology import Hop, Segments, Size, Topology
+from samestep.parsing import whole
 
 MOST = 128  # of q: 32,768 switches; beyond it the tables of the field, quadratic in q, take seconds to make
 
@@ -149,8 +150,8 @@ class SlimFly(Topology):
     p: int = 0
 
     def __post_init__(self) -> None:
-        whole(self.q, "q of a Slim Fly", 3, MOST)
-        whole(self.p, "p, the hosts on a Slim Fly's switch,", 0)
+        whole(3, MOST)(self.q, "q of a Slim Fly")
+        whole(0)(self.p, "p, the hosts on a Slim Fly's switch,")
         if not prime_power(self.q):
             near = nearest_prime_powers(self.q, least=3)
             raise UsageError(f"there is no Slim Fly of q = {self.q}: give a prime power, such as {near}")

@@ -30,6 +30,7 @@ import numpy as np
 from samestep.errors import UsageError
 from samestep.network.links import Link
 from samestep.network.messages import Floats, Ints
+from samestep.parsing import whole
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,7 @@ class Switch(Topology):
     ports: int
 
     def __post_init__(self) -> None:
-        whole(self.ports, "the number of a switch's ports", 1)
+        whole(1)(self.ports, "the number of a switch's ports")
 
     @cached_property
     def size(self) -> Size:
@@ -294,16 +295,3 @@ class Switch(Topology):
 
     def circuit(self) -> list[int]:
         return [0]
-
-
-def whole(number: int, what: str, least: int, most: int | None = None) -> int:
-    """Returns the number, if it is whole and in range.
-
-    Raises:
-        UsageError: says what it is, and what it may be.
-    """
-    inside = isinstance(number, int) and number >= least and (most is None or number <= most)
-    if inside and not isinstance(number, bool):
-        return number
-    span = f"{least} or more" if most is None else f"{least} to {most}"
-    raise UsageError(f"{what} is {number}: give a whole number, {span}")

@@ -31,7 +31,8 @@ import numpy as np
 from samestep.errors import UsageError
 from samestep.network.links import Link
 from samestep.network.messages import Floats, Ints
-from samestep.network.topologies.topology import Hop, LinkTypes, Segments, Size, Topology, whole
+from samestep.network.topologies.topology import Hop, LinkTypes, Segments, Size, Topology
+from samestep.parsing import whole
 
 Place = TypeVar("Place", int, Any)  # one host, or an array of them
 
@@ -69,7 +70,7 @@ class Torus(Topology):
         if not self.dims:
             raise UsageError("a torus of 0 dimensions has no hosts: give the hosts in each, such as (4, 4)")
         for number, size in enumerate(self.dims):
-            whole(size, f"dimension {number} of a torus", 1)
+            whole(1)(size, f"dimension {number} of a torus")
 
     @cached_property
     def size(self) -> Size:
