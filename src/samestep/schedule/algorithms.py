@@ -5,13 +5,13 @@ p ranks, m micro-batches; f and b are the seconds of a stage's forward and backw
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
 from samestep.errors import UsageError
-from samestep.schedule.schedule import Action, Actions, Schedule, actions
+from samestep.schedule.schedule import Action, Actions, Kind, Schedule, actions
 from samestep.topology import cut_evenly
 
 
@@ -100,17 +100,6 @@ def interleaved(ranks: int, micro_batches: int, *, stages_per_rank: int = 2) -> 
     return Schedule("interleaved", micro_batches, placement, tuple(map(of_rank, range(ranks))))
 
 
-@dataclass
-class _Progress:
-    """What one rank has done so far: its actions, and how many forwards, input backwards and weight backwards."""
-
-    stage: int
-    actions: list[Action] = field(default_factory=list)
-    forwards: int = 0
-    inputs: int = 0
-    weights: int = 0
-
-
 def zero_bubble(ranks: int, micro_batches: int) -> Schedule:
     """Backwards in two parts, so that a rank that would wait computes gradients of weights instead.
 
@@ -133,29 +122,26 @@ def zero_bubble(ranks: int, micro_batches: int) -> Schedule:
     >>> [schedule.peak_in_flight(rank) for rank in range(4)]
     [4, 4, 4, 4]
     """
-    progress = [_Progress(stage) for stage in range(ranks)]
-    while any(one.weights < micro_batches for one in progress):
-        chosen = [_next_action(one, progress, micro_batches) for one in progress]  # by the state before this moment
-        for one, action in zip(progress, chosen, strict=True):
-            if action is not None:
-                one.actions.append(action)
-                one.forwards += action.kind == "F"
-                one.inputs += action.kind == "I"
-                one.weights += action.kind == "W"
-    return Schedule("zero-bubble", micro_batches, tuple(range(ranks)), tuple(tuple(one.actions) for one in progress))
+    rank_actions: list[list[Action]] = [[] for _ in range(ranks)]
+    done: list[Counter[Kind]] = [Counter() for _ in range(ranks)]  # by rank, how many actions of each kind
+    while any(own["W"] < micro_batches for own in done):
+        chosen = [_next_kind(rank, done, micro_batches) for rank in range(ranks)]  # by the state before this moment
+        for rank, kind in enumerate(chosen):
+            if kind is not None:
+                rank_actions[rank].append(Action(kind, rank, done[rank][kind]))
+                done[rank][kind] += 1
+    return Schedule("zero-bubble", micro_batches, tuple(range(ranks)), tuple(map(tuple, rank_actions)))
 
 
-def _next_action(one: _Progress, progress: list[_Progress], micro_batches: int) -> Action | None:
-    received = progress[one.stage - 1].forwards if one.stage else micro_batches
-    returned = progress[one.stage + 1].inputs if one.stage + 1 < len(progress) else one.forwards
-    in_flight, held = one.forwards - one.inputs, one.forwards - one.weights
-    if one.forwards < received and in_flight < len(progress) - one.stage and held < len(progress):
-        return Action("F", one.stage, one.forwards)
-    if one.inputs < min(returned, one.forwards):
-        return Action("I", one.stage, one.inputs)
-    if one.weights < one.inputs:
-        return Action("W", one.stage, one.weights)
-    return None
+def _next_kind(rank: int, done: list[Counter[Kind]], micro_batches: int) -> Kind | None:
+    ranks, own = len(done), done[rank]
+    received = done[rank - 1]["F"] if rank else micro_batches
+    returned = done[rank + 1]["I"] if rank + 1 < ranks else own["F"]
+    if own["F"] < received and own["F"] - own["I"] < ranks - rank and own["F"] - own["W"] < ranks:
+        return "F"
+    if own["I"] < min(returned, own["F"]):
+        return "I"
+    return "W" if own["W"] < own["I"] else None
 
 
 def forward_only(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Schedule:
