@@ -1,9 +1,11 @@
-"""One layer of a model that is cut: what it uses of the model, under the model's names, and a call."""
+"""Layers of a model that is cut: what each uses of the model, under the model's names, and a call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,6 +80,24 @@ def extract(model: nn.Module, targets: Iterable[str], constants: Mapping[str, Te
             else:
                 setattr(place, name, getattr(source, name))
     return home
+
+
+@dataclass(frozen=True)
+class LayerChain:
+    """A model as layers that are called one after another."""
+
+    model: nn.Module
+    layers: Sequence[ChainLayer]
+    obstacles: Sequence[str] = ()  # to more layers, in words
+    digest: str = ""  # of a traced model's operations, equal on ranks that have one model; empty for others
+    splits: Sequence[int] = ()  # where a traced model was split: by layer, the operation behind its last
+    constants: Mapping[str, Tensor] = field(default_factory=dict)  # tensors that a traced forward creates, by name
+
+    def extract_stage(self, begin: int, end: int) -> tuple[nn.Module, list[Call]]:
+        """Returns a module with what some layers have, under the model's names, and what computes each of them."""
+        own = self.layers[begin:end]
+        home = extract(self.model, {name for layer in own for name in layer.targets}, self.constants)
+        return home, [partial(layer.run, home) for layer in own]
 
 
 def as_argument(given: tuple[Tensor, ...]) -> Any:

@@ -16,44 +16,24 @@ Of any other model the forward is traced, and split (see :mod:`samestep.pipeline
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.errors import ModelError, UsageError
-from samestep.pipelines.chain_layer import Call, ChainLayer, extract
-from samestep.pipelines.splitting import SplitForward
+from samestep.pipelines.chain_layer import ChainLayer, LayerChain, extract
+from samestep.pipelines.splitting import split_forward
 from samestep.pipelines.tied_weights import TiedWeight, parameter_places
 
 AnyModel = nn.Module | ExportedProgram | Sequence[nn.Module]
 
 _DROPOUT = torch.ops.aten.dropout.default
 _BY_MODE = ("dropout", "batch_norm", "rrelu", "instance_norm", "bernoulli")  # in the names of operations that have one
-
-
-@dataclass(frozen=True)
-class LayerChain:
-    """A model as layers that are called one after another."""
-
-    model: nn.Module
-    layers: Sequence[ChainLayer]
-    obstacles: Sequence[str] = ()  # to more layers, in words
-    digest: str = ""  # of the operations of a traced model; empty for others
-    splits: Sequence[int] = ()  # where a traced model was split
-    constants: Mapping[str, Tensor] = field(default_factory=dict)  # tensors that a traced forward creates, by name
-
-    def extract_stage(self, begin: int, end: int) -> tuple[nn.Module, list[Call]]:
-        """Returns a module with what some layers have, under the model's names, and what computes each of them."""
-        own = self.layers[begin:end]
-        home = extract(self.model, {name for layer in own for name in layer.targets}, self.constants)
-        return home, [partial(layer.run, home) for layer in own]
 
 
 def build_chain(model: nn.Module, sample: Sequence[Any] | None = None, splits: Sequence[int] = ()) -> LayerChain:
@@ -77,8 +57,7 @@ def build_chain(model: nn.Module, sample: Sequence[Any] | None = None, splits: S
     elif sample is None:
         raise ModelError(f"{type(model).__name__} is no nn.Sequential: samestep.plan_pipeline cuts it, with a sample")
     else:
-        split = SplitForward(model, sample, splits)
-        chain = LayerChain(model, split.layers, split.obstacles, split.digest, split.ends, split.constants)
+        chain = split_forward(model, sample, splits)
     for layer in chain.layers:
         norm = next((inner for inner in layer.modules() if isinstance(inner, _BatchNorm)), None)
         if norm is not None:

@@ -31,12 +31,12 @@ from samestep.compress.codecs import Codec
 from samestep.data.batches import slice_batch
 from samestep.errors import DataError, ModelError, UsageError
 from samestep.pipelines.batch_check import BatchCheck, CheckedShapes, Ranges, count_samples, split_targets
-from samestep.pipelines.chain_layer import Call, as_argument
+from samestep.pipelines.chain_layer import Call, LayerChain, as_argument
 from samestep.pipelines.devices import DevicesArg, resolve_devices
 from samestep.pipelines.executor import LossOf, ScheduleExecutor, Stage, Tensors
 from samestep.pipelines.gradient_sync import ReplicaGradientSync, make_compression
 from samestep.pipelines.losses import LossFn, MicroBatchLoss, WeightFn
-from samestep.pipelines.model_chain import AnyModel, LayerChain, build_chain, normalize_model, stage_ranges
+from samestep.pipelines.model_chain import AnyModel, build_chain, normalize_model, stage_ranges
 from samestep.pipelines.report import PipelineReport, Prediction, StepTimer, make_report
 from samestep.pipelines.tied_weights import TiedGradients, find_tied, tied_source, untie
 from samestep.pipelines.transport import LocalTransport, RankTransport, open_channels
@@ -47,7 +47,6 @@ from samestep.runtime.world import World
 from samestep.schedule.algorithms import forward_only, make_schedule
 from samestep.schedule.schedule import Schedule
 from samestep.seeding import GOLDEN, derive_seed
-from samestep.text import plural
 from samestep.topology import cut_evenly
 
 __all__ = ["Pipeline"]
@@ -124,9 +123,9 @@ class Pipeline(nn.Module):
         axis, own_devices = world.pipeline, resolve_devices(devices, world)
         self._holds_all = axis.size == 1
         ranks = len(own_devices) if self._holds_all else axis.size
-        if devices is not None and self._holds_all and ranks != len(ends):
-            if not ranks or schedule != "interleaved" or len(ends) % ranks:
-                raise UsageError(f"{plural(ranks, 'device')} for {len(ends)} stages: give one for each")
+        fits = ranks == len(ends) or (ranks and schedule == "interleaved" and len(ends) % ranks == 0)
+        if devices is not None and self._holds_all and not fits:
+            raise UsageError(f"{ranks} device{'' if ranks == 1 else 's'} for {len(ends)} stages: give one for each")
         chain = _chain_as_planned(model, example_inputs, digest, splits)
         ranges = stage_ranges(chain.layers, ends, ranks, copied=find_tied(model, chain.layers))
         self.full_model = FullModel(

@@ -23,10 +23,11 @@ from typing import Any, Literal, Self
 from torch import Tensor
 
 from samestep.errors import ModelError, UsageError
+from samestep.pipelines.chain_layer import LayerChain
 from samestep.pipelines.gantt import draw
 from samestep.pipelines.layers import Device, Layer, Link, check_num_stages, interpolate, with_split_backwards
 from samestep.pipelines.losses import LossFn, WeightFn, additivity_problem
-from samestep.pipelines.model_chain import AnyModel, LayerChain, build_chain, normalize_model, shared_layers
+from samestep.pipelines.model_chain import AnyModel, build_chain, normalize_model, shared_layers
 from samestep.pipelines.partition import PartitionProblem
 from samestep.pipelines.profiler import NUM_PARTS, REPEATS, WARM_UP, profile_layers
 from samestep.pipelines.splitting import check_equivalence

@@ -12,16 +12,16 @@ them.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from samestep.errors import ModelError
-from samestep.pipelines.chain_layer import ChainLayer, extract, preserve_state, sequential
+from samestep.pipelines.chain_layer import ChainLayer, LayerChain, extract, preserve_state, sequential
 from samestep.pipelines.tensor_meta import MAX_TENSORS
 from samestep.pipelines.tracing import Trace, line_of, trace
 from samestep.runtime import rng
@@ -30,42 +30,34 @@ _NUMBERS = {bool: "bool", int: "int", float: "float", torch.Size: "size"}
 _TOLERANCE = 1e-5  # of a norm, on devices that add in another order each time
 
 
-class SplitForward:
-    """The layers of an ordinary model, split at `ends` if they are given.
-
-    Attributes:
-        layers: called one after another, they are the model.
-        obstacles: why there are not more of them, in words.
-        ends: by layer, the operation behind its last.
-        digest: of the operations: equal on ranks that have one model.
-        constants: tensors that the forward creates, by name.
+def split_forward(model: nn.Module, sample: Sequence[Any], ends: Sequence[int] = ()) -> LayerChain:
+    """Returns the layers of an ordinary model, split at `ends` if they are given.
 
     Raises:
         ModelError: its forward cannot be followed, or does something else in evaluation than in training.
     """
-
-    def __init__(self, model: nn.Module, sample: Sequence[Any], ends: Sequence[int] = ()) -> None:
-        training, evaluation = _trace_both_modes(model, sample)
-        nodes = [list(one.graph.nodes) for one in (training, evaluation)]
-        _check_same_operations(model, *nodes)
-        self.constants = training.constants | evaluation.constants
-        self.digest = hashlib.sha256("\n".join(map(_describe_node, nodes[0])).encode()).hexdigest()
-        self.ends, self.obstacles = (list(ends), []) if ends else _split_places(nodes[0], training.values, model)
-        live = {place for end in self.ends[:-1] for place in _live_values(nodes[0], end)}
-        kinds = {place: type(training.values[nodes[0][place].name]) for place in live}
-        numbers = {place: _NUMBERS[kind] for place, kind in kinds.items() if kind in _NUMBERS}
-        self.layers: list[ChainLayer] = []
-        called: Counter[str] = Counter()
-        for begin, end in pairwise([len(sample), *self.ends]):
-            own = nodes[0][begin:end]
-            first = next((name for node in own if (name := _weight_of(node, model))), "forward")
-            called[first] += 1
-            name = first if called[first] == 1 else f"{first} ({called[first]})"
-            functions = [_Function(each, begin, end, len(sample), numbers) for each in nodes]
-            targets = list(dict.fromkeys(target for function in functions for target in function.targets))
-            home = extract(model, targets, self.constants)
-            run = _by_mode(*(function.compile() for function in functions))
-            self.layers.append(ChainLayer(home, name, targets, run, _signature(model, own)))
+    training, evaluation = _trace_both_modes(model, sample)
+    nodes = [list(one.graph.nodes) for one in (training, evaluation)]
+    _check_same_operations(model, *nodes)
+    constants = training.constants | evaluation.constants
+    digest = hashlib.sha256("\n".join(map(_describe_node, nodes[0])).encode()).hexdigest()
+    ends, obstacles = (list(ends), []) if ends else _split_places(nodes[0], training.values, model)
+    live = {place for end in ends[:-1] for place in _live_values(nodes[0], end)}
+    kinds = {place: type(training.values[nodes[0][place].name]) for place in live}
+    numbers = {place: _NUMBERS[kind] for place, kind in kinds.items() if kind in _NUMBERS}
+    layers: list[ChainLayer] = []
+    called: Counter[str] = Counter()
+    for begin, end in itertools.pairwise([len(sample), *ends]):
+        own = nodes[0][begin:end]
+        first = next((name for node in own if (name := _weight_of(node, model))), "forward")
+        called[first] += 1
+        name = first if called[first] == 1 else f"{first} ({called[first]})"
+        functions, used = zip(*(_compile(each, begin, end, len(sample), numbers) for each in nodes), strict=True)
+        targets = list(dict.fromkeys(itertools.chain(*used)))
+        home = extract(model, targets, constants)
+        run = _by_mode(*functions)
+        layers.append(ChainLayer(home, name, targets, run, _signature(model, own)))
+    return LayerChain(model, layers, obstacles, digest, ends, constants)
 
 
 def _by_mode(training: Callable[..., Any], evaluation: Callable[..., Any]) -> Callable[[nn.Module, Any], Any]:
@@ -110,7 +102,7 @@ def _split_places(nodes: list[fx.Node], values: Mapping[str, Any], model: nn.Mod
     heavy = [place for place, node in enumerate(nodes) if _weight_of(node, model)]
     ends: list[int] = []
     obstacles: list[str] = []
-    for first, second in pairwise(heavy):
+    for first, second in itertools.pairwise(heavy):
         live = {end: _live_values(nodes, end) for end in range(first + 1, second + 1)}
         refused = {end: _cannot_send(places, nodes, values) for end, places in live.items()}
         possible = [end for end in live if refused[end] is None]
@@ -169,46 +161,42 @@ def _signature(model: nn.Module, nodes: list[fx.Node]) -> str:
     return "\n".join(map(describe, nodes))
 
 
-class _Function:
-    """The operations from `begin` to `end` as a function of what is live before them."""
+def _compile(
+    nodes: list[fx.Node], begin: int, end: int, inputs: int, numbers: Mapping[int, str]
+) -> tuple[Callable[..., Any], list[str]]:
+    """Returns the operations from `begin` to `end` as a function of what is live before them, and its targets."""
+    graph, copies, targets = fx.Graph(), dict[fx.Node, fx.Node](), list[str]()
 
-    def __init__(self, nodes: list[fx.Node], begin: int, end: int, inputs: int, numbers: Mapping[int, str]) -> None:
-        self.targets: list[str] = []
-        self._graph, self._copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        given = range(inputs) if begin == inputs else _live_values(nodes, begin)
-        for place in given:
-            self._copies[nodes[place]] = self._graph.placeholder(nodes[place].name)
-        for place in given:
-            if place in numbers and begin != inputs:
-                holder = self._copies[nodes[place]]
-                self._copies[nodes[place]] = self._graph.call_function(to_number, (holder, numbers[place]))
-        for node in nodes[begin:end]:
-            if node.op != "get_attr":  # which is read where it is used
-                self._copy(node)
-        if end == len(nodes) - 1:
-            self._graph.output(fx.map_arg(nodes[end].args[0], self._copy))
-            return
+    def copy(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            if node.op in {"call_module", "get_attr"}:
+                targets.append(str(node.target))
+            copies[node] = graph.node_copy(node, copy)
+        return copies[node]
+
+    given = range(inputs) if begin == inputs else _live_values(nodes, begin)
+    for place in given:
+        copies[nodes[place]] = graph.placeholder(nodes[place].name)
+    for place in given:
+        if place in numbers and begin != inputs:
+            copies[nodes[place]] = graph.call_function(to_number, (copies[nodes[place]], numbers[place]))
+    for node in nodes[begin:end]:
+        if node.op != "get_attr":  # which is read where it is used
+            copy(node)
+    if end == len(nodes) - 1:
+        graph.output(fx.map_arg(nodes[end].args[0], copy))
+    else:
         live = _live_values(nodes, end)
-        like = next(self._copies[nodes[place]] for place in live if place not in numbers)
-        found = [self._copy(nodes[place]) for place in live]
+        like = next(copies[nodes[place]] for place in live if place not in numbers)
+        found = [copy(nodes[place]) for place in live]
         for position, place in enumerate(live):
             if place in numbers:
-                found[position] = self._graph.call_function(to_tensor, (found[position], like))
-        self._graph.output(tuple(found) if len(found) > 1 else found[0])
-
-    def _copy(self, node: fx.Node) -> fx.Node:
-        if node not in self._copies:
-            if node.op in {"call_module", "get_attr"}:
-                self.targets.append(str(node.target))
-            self._copies[node] = self._graph.node_copy(node, self._copy)
-        return self._copies[node]
-
-    def compile(self) -> Callable[..., Any]:
-        code = self._graph.python_code("self")
-        found: dict[str, Any] = dict(code.globals)
-        exec(compile(code.src, "<a layer of the model's forward>", "exec"), found)  # noqa: S102  (fx wrote it)
-        function: Callable[..., Any] = found["forward"]
-        return function
+                found[position] = graph.call_function(to_tensor, (found[position], like))
+        graph.output(tuple(found) if len(found) > 1 else found[0])
+    code = graph.python_code("self")
+    names: dict[str, Any] = dict(code.globals)
+    exec(compile(code.src, "<a layer of the model's forward>", "exec"), names)  # noqa: S102  (fx wrote it)
+    return names["forward"], targets
 
 
 def to_tensor(value: Any, like: Tensor) -> Tensor:

@@ -97,8 +97,7 @@ class _Proxy(fx.Proxy):
     def __int__(self) -> int:
         return int(self.tracer.answer(self, "int"))
 
-    def __index__(self) -> int:
-        return int(self.tracer.answer(self, "int"))
+    __index__ = __int__
 
     def __float__(self) -> float:
         return float(self.tracer.answer(self, "float"))
