@@ -142,7 +142,7 @@ class PartitionProblem:
 
     def _best_in_order(self, limit: int) -> Partition | None:
         best, seconds, simulated = None, math.inf, 0
-        for bound, ends in _BestFirstSearch(self.segments).partitions():
+        for bound, ends in _partitions_by_bound(self.segments):
             if best is not None and (bound >= seconds or simulated >= limit):
                 return Partition(best, seconds, min(bound, seconds), simulated)
             simulated += 1
@@ -184,52 +184,42 @@ class _Prefix(NamedTuple):
     remaining: float = 0.0
 
 
-class _BestFirstSearch:
-    """All partitions in the order of their bounds, one stage a rank.
+def _partitions_by_bound(segments: SegmentCosts) -> Iterator[tuple[float, Ends]]:
+    """Yields bound and ends of every partition with one stage a rank, the smallest bounds first.
 
     What stages s, s + 1, … with the layers [j, n) add at least is known for each of the three terms by itself:
 
         T[s][j] = min over k > j of  cost of [j, k) as stage s  (+ or max)  T[s + 1][k]
     """
 
-    def __init__(self, segments: SegmentCosts) -> None:
-        self._segments = segments
-        self._sums = self._least(segments.sums, np.add)
-        self._forwards = self._least(segments.forwards, np.maximum)
-        self._remaining = self._least(segments.remaining, np.maximum)
-
-    def _least(self, costs: list[Any], join: Any) -> list[Any]:
-        behind = np.full(self._segments.length + 1, math.inf)
-        behind[self._segments.length] = 0.0
+    def least(costs: list[Any], join: Any) -> list[Any]:
+        behind = np.full(segments.length + 1, math.inf)
+        behind[segments.length] = 0.0
         found = [behind]
         for stage in reversed(range(len(costs))):
-            each = np.where(self._segments.allowed[stage], join(costs[stage], found[-1][None, :]), math.inf)
+            each = np.where(segments.allowed[stage], join(costs[stage], found[-1][None, :]), math.inf)
             found.append(each.min(axis=1))
         return found[::-1]
 
-    def partitions(self) -> Iterator[tuple[float, Ends]]:
-        """Yields bound and ends of every partition, the smallest bounds first."""
-        heap = [_Prefix(0.0, len(self._segments.devices), ())]
-        while heap:
-            one = heapq.heappop(heap)
-            if not one.left:
-                yield one.bound, one.ends
-                continue
-            for longer in self._extend(one):
-                heapq.heappush(heap, longer)
-
-    def _extend(self, one: _Prefix) -> Iterator[_Prefix]:
-        stage, begin, segments = len(one.ends), one.ends[-1] if one.ends else 0, self._segments
+    least_sums = least(segments.sums, np.add)
+    least_forwards, least_remaining = (least(each, np.maximum) for each in (segments.forwards, segments.remaining))
+    heap = [_Prefix(0.0, len(segments.devices), ())]
+    while heap:
+        one = heapq.heappop(heap)
+        if not one.left:
+            yield one.bound, one.ends
+            continue
+        stage, begin = len(one.ends), one.ends[-1] if one.ends else 0
         total = one.total + segments.sums[stage][begin]
         forwards = np.maximum(one.forwards, segments.forwards[stage][begin])
         remaining = np.maximum(one.remaining, segments.remaining[stage][begin])
-        sums = np.where(segments.allowed[stage][begin], total + self._sums[stage + 1], math.inf)
+        sums = np.where(segments.allowed[stage][begin], total + least_sums[stage + 1], math.inf)
         for end in np.flatnonzero(sums < math.inf).tolist():
-            largest = max(forwards[end], self._forwards[stage + 1][end])
-            rest = max(remaining[end], self._remaining[stage + 1][end])
+            largest = max(forwards[end], least_forwards[stage + 1][end])
+            rest = max(remaining[end], least_remaining[stage + 1][end])
             bound = float(sums[end] + segments.before * largest + rest)
             terms = float(total[end]), float(forwards[end]), float(remaining[end])
-            yield _Prefix(bound, one.left - 1, (*one.ends, end), *terms)
+            heapq.heappush(heap, _Prefix(bound, one.left - 1, (*one.ends, end), *terms))
 
 
 class _BeamSearch:
