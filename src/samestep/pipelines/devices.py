@@ -30,7 +30,7 @@ from samestep.data.batches import tensors_of, to_device
 from samestep.errors import DeviceError, UsageError
 from samestep.machine import machine
 from samestep.runtime.device import check_no_shared_gpu, choose_device, gpu_uuid
-from samestep.runtime.exchange import all_gather_json, raise_on_all_ranks
+from samestep.runtime.exchange import all_gather_json, run_on_all_ranks
 from samestep.runtime.world import World
 
 DevicesArg = Sequence[torch.device | str] | int | None
@@ -45,17 +45,17 @@ def resolve_devices(requested: DevicesArg, world: World) -> tuple[torch.device, 
         DeviceError: a device is none, is not there, or another process has it too.
         UsageError: a rank with one stage requests several; replicas have theirs on other kinds of devices.
     """
-    problem: UsageError | None = None
-    devices: tuple[torch.device, ...] = (world.device,)
-    try:
-        devices = _find(requested, world)
-    except UsageError as error:
-        problem = error
-    raise_on_all_ranks(world.everyone, problem)
+    devices = run_on_all_ranks(world.everyone, lambda: _find(requested, world))
     kinds = [[each.type, devices.index(each)] for each in devices]
     everyone = all_gather_json(world.everyone, [machine(), kinds, [gpu_uuid(each) for each in devices]])
     if world.pipeline.size == 1:
-        _check_same_kinds([kinds for _, kinds, _ in everyone])
+        for rank, (_, theirs, _) in enumerate(everyone):
+            if theirs != everyone[0][1]:
+                first, other = (" and ".join(str(kind) for kind, _ in each) for each in (everyone[0][1], theirs))
+                raise UsageError(
+                    f"the stages of rank 0 are on {first}, those of rank {rank} on {other}: replicas sum their "
+                    "gradients stage by stage, and need as many devices, of one kind"
+                )
     if requested is not None:
         check_no_shared_gpu([(rank, host, gpu) for rank, (host, _, gpus) in enumerate(everyone) for gpu in gpus])
     return devices
@@ -109,16 +109,6 @@ def _parse(name: torch.device | str, world: World) -> torch.device:
     if device.type not in {"cpu", "cuda"}:
         raise DeviceError(f"devices has {str(name)!r}: stages compute on 'cpu', 'cuda:0', 'cuda:1', …")
     return torch.device("cpu") if device.type == "cpu" else choose_device(device, world.local_rank, world.local_size)
-
-
-def _check_same_kinds(ranks: Sequence[list[list[str | int]]]) -> None:
-    for rank, kinds in enumerate(ranks):
-        if kinds != ranks[0]:
-            first, other = (" and ".join(str(kind) for kind, _ in each) for each in (ranks[0], kinds))
-            raise UsageError(
-                f"the stages of rank 0 are on {first}, those of rank {rank} on {other}: replicas sum their "
-                "gradients stage by stage, and need as many devices, of one kind"
-            )
 
 
 class DeviceCopier:

@@ -16,6 +16,7 @@ computes beside a GPU is placed as if the GPU had begun when it did.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -202,10 +203,15 @@ def make_report(world: World, own: Sequence[StepTiming], prediction: Prediction 
     steps = [(schedule, times) for schedule, size, times in own if size == samples]
     schedule = steps[0][0]
     by_rank = all_gather_json(world.pipeline, [times for _, times in steps])
-    one_host = world.local_size == world.size
-    seconds = [_step_s(ranks, one_host=one_host) for ranks in zip(*by_rank, strict=True)]
+    if world.local_size != world.size:  # hosts share no clock: all ranks are taken to begin at once
+        for times in itertools.chain(*by_rank):
+            times["began"] = 0.0
+    seconds = [
+        float(max(each["began"] + each["seconds"] for each in ranks) - min(each["began"] for each in ranks))
+        for ranks in zip(*by_rank, strict=True)
+    ]
     middle = sorted(range(len(seconds)), key=seconds.__getitem__)[len(seconds) // 2]
-    timeline = _merge(schedule, [ranks[middle] for ranks in by_rank], one_host=one_host)
+    timeline = _merge(schedule, [ranks[middle] for ranks in by_rank])
     predicted = None
     if prediction is not None and (prediction.samples, prediction.micro_batches) == (samples, schedule.micro_batches):
         predicted = simulate(schedule, prediction.costs)
@@ -221,19 +227,12 @@ def make_report(world: World, own: Sequence[StepTiming], prediction: Prediction 
     )
 
 
-def _step_s(ranks: Sequence[dict[str, Any]], *, one_host: bool) -> float:
-    """Returns what a step took, from the begin of the first rank to the end of the last where they share a clock."""
-    if not one_host:
-        return float(max(each["seconds"] for each in ranks))
-    return float(max(each["began"] + each["seconds"] for each in ranks) - min(each["began"] for each in ranks))
-
-
-def _merge(schedule: Schedule, ranks: Sequence[dict[str, Any]], *, one_host: bool) -> Timeline:
-    """Returns the ranks' actions on one clock: the host's; with several hosts each rank's since the step's begin."""
+def _merge(schedule: Schedule, ranks: Sequence[dict[str, Any]]) -> Timeline:
+    """Returns the ranks' actions on one clock."""
     first = min(each["began"] for each in ranks)
     spans = []
     for each in ranks:
-        late = each["began"] - first if one_host else 0.0
+        late = each["began"] - first
         spans += [
             Span(schedule.placement[stage], Action(kind, stage, micro_batch), late + begin, late + end)
             for kind, stage, micro_batch, begin, end in each["spans"]
@@ -250,10 +249,9 @@ def _stage_medians(
         for step in steps:
             for kind, stage, _, begin, end in step["spans"]:
                 found[kind, stage].append(end - begin)
-    medians = {key: median(each) for key, each in found.items()}
 
     def of(kind: str, stage: int) -> float:
-        return medians.get((kind, stage), 0.0)
+        return median(found[kind, stage] or [0.0])
 
     return tuple((of("F", one), of("I", one), of("B", one) + of("W", one)) for one in range(schedule.stages))
 
