@@ -93,8 +93,9 @@ def steps(plan: Plan, buffer: Tensor, transport: Transport, scratch: ScratchBuff
     edges = plan.edges(flat.numel())
     memory = ScratchBuffers() if scratch is None else scratch
     arrived: list[tuple[Transfer, Tensor]] = []
-    for number, part in enumerate(plan.of_rank(transport.rank)):
-        part = _without_empty(part, edges)
+    for number, each in enumerate(plan.of_rank(transport.rank)):
+        # a buffer shorter than the plan has blocks leaves some empty; nobody sends those
+        part = RankRound(*(tuple(one for one in some if edges[one.begin] < edges[one.end]) for some in each))
         if _needed(arrived, part):
             arrived = _add(arrived, flat, edges)  # [1]
         arriving, works = _post(part, flat, edges, transport, memory, number % 2)  # [2]
@@ -133,12 +134,6 @@ def _needed(arrived: Sequence[tuple[Transfer, Tensor]], part: RankRound) -> bool
     spans = [(one.begin, one.end) for one, _ in arrived]
     touched = [*part.sends, *(one for one in part.receives if not one.adds)]
     return any(begin < one.end and one.begin < end for begin, end in spans for one in touched)
-
-
-def _without_empty(part: RankRound, edges: Sequence[int]) -> RankRound:
-    """A buffer shorter than the plan has blocks leaves some empty; nobody sends those."""
-    sends, receives = (tuple(one for one in each if edges[one.begin] < edges[one.end]) for each in part)
-    return RankRound(sends, receives)
 
 
 def _view(one: Transfer, flat: Tensor, edges: Sequence[int]) -> Tensor:

@@ -27,7 +27,14 @@ from samestep.network.topologies.topology import LinkTypes, Switch, Topology
 from samestep.network.topologies.torus import Torus
 from samestep.parsing import BANDWIDTH, BYTES, TIME, one_of, positive, quantity, read, whole
 
-_KINDS = ("switch", "ring", "torus", "fat-tree", "dragonfly", "slim-fly")
+_NUMBERS: dict[str, tuple[str, ...]] = {  # by kind of network, the keys of its own
+    "switch": (),
+    "ring": (),
+    "torus": ("dims",),
+    "fat-tree": ("hosts", "leaves", "ports", "oversubscription"),
+    "dragonfly": ("p", "a", "h", "g"),
+    "slim-fly": ("q", "p"),
+}
 _MOST_LINKS = 100_000_000  # a few arrays of one number for each fit, of 0.8 GB
 _MOST = 10_000_000  # ranks: what is a few numbers for each still fits a machine's memory
 
@@ -176,7 +183,7 @@ def _read_oversubscription(value: Any, name: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Network:
-    kind: str = field(metadata=read(one_of(_KINDS)), default="switch")
+    kind: str = field(metadata=read(one_of(_NUMBERS)), default="switch")
     hop: float = field(metadata=read(quantity(TIME)), default=0.0)
     placement: str = field(metadata=read(one_of(["linear", "random", "snake", "circuit"])), default="linear")
     routing: str = field(metadata=read(one_of(["minimal", "ecmp", "valiant"])), default="minimal")
@@ -258,16 +265,6 @@ class _Network:
                 f"{self.hosts} hosts on a leaf are not oversubscribed {over}:1: give a divisor of {self.hosts}"
             )
         return leaf_spine(link_types, self.leaves or -(-count // self.hosts), self.hosts, self.hosts // over)
-
-
-_NUMBERS: dict[str, tuple[str, ...]] = {
-    "switch": (),
-    "ring": (),
-    "torus": ("dims",),
-    "fat-tree": ("hosts", "leaves", "ports", "oversubscription"),
-    "dragonfly": ("p", "a", "h", "g"),
-    "slim-fly": ("q", "p"),
-}
 
 
 def _cluster(given: dict[str, Any]) -> Cluster:

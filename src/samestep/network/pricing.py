@@ -466,15 +466,11 @@ def _batches(one: Messages) -> Iterator[tuple[Ints, Ints, Floats, float]]:
         yield one.sources, one.targets, one.width.astype(float), 1.0
         return
     ranks, shifts = one.members.size, one.group - 1
-    some = _spread(shifts, max(_FEWEST, _MOST // ranks))
+    most = max(_FEWEST, _MOST // ranks)
+    some = list(range(1, shifts + 1))
+    if shifts > most:  # spread evenly and in step with no dimension: by the golden section
+        some = sorted({1 + int(number * 0.6180339887498949 % 1 * shifts) for number in range(most)})
     step = max(1, _HELD // ranks)
     for first in range(0, len(some), step):
         sources, targets = one.shifts(some[first : first + step])
         yield sources, targets, np.full(len(sources), float(one.scale)), shifts / len(some)
-
-
-def _spread(shifts: int, most: int) -> list[int]:
-    """As many distances as may be counted, spread evenly and in step with no dimension: by the golden section."""
-    if shifts <= most:
-        return list(range(1, shifts + 1))
-    return sorted({1 + int(number * 0.6180339887498949 % 1 * shifts) for number in range(most)})
