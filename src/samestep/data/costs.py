@@ -9,7 +9,6 @@ number of ranks (:class:`BucketedOrder`). See docs/data.md.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -152,15 +151,20 @@ class CostBalancedOrder:
         self._partitioner = partitioner
         self._costs = costs
         self._origin = origin
-        self._step = functools.lru_cache(_KEPT)(self._sorted)
+        self._sorted: dict[int, Indices] = {}
 
     def take(self, start: int, stop: int) -> Indices:
+        """Returns the samples at positions [start, stop) of one step."""
         first = start - (start - self._origin) % self._partitioner.batch_size
         return self._step(first)[start - first : stop - first]
 
-    def _sorted(self, start: int) -> Indices:
-        stop = min(start + self._partitioner.batch_size, self._partitioner.end)
-        return by_cost(self._order.take(start, stop), self._costs)
+    def _step(self, start: int) -> Indices:
+        if start not in self._sorted:
+            if len(self._sorted) == _KEPT:
+                del self._sorted[next(iter(self._sorted))]
+            stop = min(start + self._partitioner.batch_size, self._partitioner.end)
+            self._sorted[start] = by_cost(self._order.take(start, stop), self._costs)
+        return self._sorted[start]
 
     def digest(self, start: int) -> int:
         """Returns a digest of the costs of the step that starts there, so that ranks can compare theirs; 0 of none."""
@@ -204,6 +208,7 @@ class Buckets:
 
     @property
     def name(self) -> str:
+        """A digest of that, for the ledger."""
         return hashlib.blake2b(repr(self.state()).encode(), digest_size=4).hexdigest()
 
 
@@ -236,7 +241,7 @@ class BucketedOrder:
         self.size = order.size
         self._order = order
         self._buckets = buckets
-        self._window = functools.lru_cache(2)(self._bucketed)  # where loading is and where committing is
+        self._windows: dict[int, Indices] = {}
 
     def take(self, start: int, stop: int) -> Indices:
         """Returns the samples at positions [start, stop), shape [stop - start], int64."""
@@ -247,6 +252,14 @@ class BucketedOrder:
         ]
         beyond = self._order.take(max(start, end), stop)  # what drop_last leaves out
         return np.concatenate([*parts, beyond])
+
+    def _window(self, start: int) -> Indices:
+        """The samples of the window that starts there; two are kept, where loading is and where committing is."""
+        if start not in self._windows:
+            if len(self._windows) == 2:
+                del self._windows[next(iter(self._windows))]
+            self._windows[start] = self._bucketed(start)
+        return self._windows[start]
 
     def _bucketed(self, start: int) -> Indices:
         order, buckets = self._order, self._buckets

@@ -10,9 +10,8 @@ resume must find the same order under any version: it never changes; a better on
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -58,6 +57,7 @@ class SampleOrder:
     seed: int = 0
     epoch: int = 0
     shuffle: bool = True
+    _blocks: dict[int, Indices] = field(default_factory=dict, compare=False, repr=False)
 
     def take(self, start: int, stop: int) -> Indices:
         """Returns the samples at positions [start, stop), shape [stop - start], int64."""
@@ -66,18 +66,20 @@ class SampleOrder:
             return np.arange(start, stop, dtype=np.int64)
         first = start // BLOCK
         if start < stop <= (first + 1) * BLOCK:  # nearly always
-            return self._block(first)[start - first * BLOCK : stop - first * BLOCK]
+            return self._samples(first)[start - first * BLOCK : stop - first * BLOCK]
         blocks = range(first, -(-stop // BLOCK))
-        parts = [self._block(number)[max(0, start - number * BLOCK) : stop - number * BLOCK] for number in blocks]
+        parts = [self._samples(number)[max(0, start - number * BLOCK) : stop - number * BLOCK] for number in blocks]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
-    @cached_property
-    def _block(self) -> Callable[[int], Indices]:
-        return lru_cache(2)(self._permuted)  # where loading is and where committing is
-
-    def _permuted(self, number: int) -> Indices:
-        positions = np.arange(number * BLOCK, min((number + 1) * BLOCK, self.size), dtype=np.uint64)
-        return permute(positions, self.size, self._keys)
+    def _samples(self, number: int) -> Indices:
+        """The samples of one block of positions; two are kept, where loading is and where committing is."""
+        if number not in self._blocks:
+            first = number * BLOCK
+            positions = np.arange(first, min(first + BLOCK, self.size), dtype=np.uint64)
+            if len(self._blocks) == 2:
+                del self._blocks[next(iter(self._blocks))]
+            self._blocks[number] = permute(positions, self.size, self._keys)
+        return self._blocks[number]
 
     @cached_property
     def _keys(self) -> Words:
