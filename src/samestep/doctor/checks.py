@@ -67,8 +67,8 @@ def check_job(variables: RankVariables, folder: Path) -> tuple[list[Finding], bo
         with samestep.world(backend="gloo", device="cpu", timeout=LOOKING, join_timeout=timeout) as world:
             leads = world.local_rank == 0
             lines = run_checks(folder, steps=world.is_first) if leads else []
-            told = [replace(line, host=socket.gethostname()).as_json() for line in lines]
-            gathered = all_gather_json(world.everyone, told)
+            own = [replace(line, host=socket.gethostname()).as_json() for line in lines]
+            gathered = all_gather_json(world.everyone, own)
             found = [Finding(**line) for lines in gathered for line in lines]
             return [*found, *judge(pairwise.measure(world, folder))], world.is_first
     except (SamestepError, RuntimeError) as error:

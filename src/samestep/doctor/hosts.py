@@ -9,6 +9,7 @@ said in the launcher's own line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import subprocess
@@ -74,10 +75,8 @@ def _each(named: HostList) -> Iterator[Finding]:
     with ThreadPoolExecutor(len(started)) as pool:
         list(pool.map(lambda one: _hear(one, answers), started))
     for host, answer in answers.items():
-        said = [line for line in answer.out if line.startswith('{"v": ')]  # and not what a shell greets with
-        try:
-            found = json.loads(said[-1] if said else "")
-        except (ValueError, RecursionError):
+        found = _parsed(answer.out)
+        if found is None:
             text = explain(host, named.via, answer.code, "\n".join(answer.err), named.python)
             text = text.removeprefix(f"host {host}: ")  # which the finding names itself
             fix = f"ssh {named.ssh_args} {shlex.quote(host)} true".replace("  ", " ")
@@ -101,6 +100,16 @@ def _hear(one: Started, answers: dict[str, _Answer]) -> None:
                 answers[host].code = said.exit_code if said.exit_code is not None else answers[host].code
     if one.start.via == "ssh":
         answers[one.start.hosts[0]].code = code
+
+
+def _parsed(out: Sequence[str]) -> dict[str, Any] | None:
+    """Returns what a doctor has said, whatever the account's shell has said before it."""
+    for line in reversed(out):
+        if line.startswith('{"v": '):
+            with contextlib.suppress(ValueError, RecursionError):
+                known: dict[str, Any] = json.loads(line)
+                return known
+    return None
 
 
 def _between(named: HostList) -> Iterator[Finding]:
@@ -159,15 +168,19 @@ def _links(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[Fi
         return
     latency = median(pair["latency_s"] for pair in pairs)
     bandwidth = median(pair["bytes_per_s"] for pair in pairs)
-    odd = [p for p in pairs if p["bytes_per_s"] < SLOW * bandwidth or p["latency_s"] > LATE * latency]
-    for pair in odd:
-        if pair["bytes_per_s"] < SLOW * bandwidth:
+    odd = False
+    for pair in pairs:
+        text = f"{_pair(hosts, pair)}: {_figures(pair)}"
+        if len(pairs) > 1 and pair["bytes_per_s"] < SLOW * bandwidth:
+            odd = True
             effect = f"every all-reduce waits for it: the others have {format_bytes(bandwidth)}/s"
             fix = "ip -s link  # errors and drops, on both; another network: --interface NAME"
-        else:
+            yield Finding("link", "warning", text, effect, fix)
+        elif len(pairs) > 1 and pair["latency_s"] > LATE * latency:
+            odd = True
             effect = f"small messages wait for it: the others take {format_duration(latency)}"
             fix = f"tracepath {shlex.quote(hosts[pair['second']])}  # on the other"
-        yield Finding("link", "warning", f"{_pair(hosts, pair)}: {_figures(pair)}", effect, fix)
+            yield Finding("link", "warning", text, effect, fix)
     text = f"{plural(len(pairs), 'pair')}, median {format_duration(latency)}, {format_bytes(bandwidth)}/s"
     if bandwidth < NARROW and not odd:
         effect = "a gradient of 100 MB takes more than a second"
@@ -204,9 +217,9 @@ def _figures(pair: dict[str, Any]) -> str:
 
 
 def _pair(hosts: Sequence[str], pair: dict[str, Any]) -> str:
-    ranks = pair["first"], pair["second"]
-    named = [hosts[rank] for rank in ranks]
-    return " - ".join(named if named[0] != named[1] else [f"rank {rank}" for rank in ranks])
+    first, second = pair["first"], pair["second"]
+    named = [hosts[first], hosts[second]]
+    return " - ".join(named if named[0] != named[1] else [f"rank {first}", f"rank {second}"])
 
 
 def _clocks(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[Finding]:
@@ -223,13 +236,13 @@ def _clocks(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[F
 
 
 def _folder(hosts: Sequence[str], shared: dict[str, list[int]], folder: str) -> Finding:
-    missing = [host for rank, host in enumerate(hosts) if rank not in shared["see"]]
+    missing = [hosts[rank] for rank in range(len(hosts)) if rank not in shared["see"]]
     if missing and len(missing) >= len(hosts) - 1:
         effect = "checkpoints must lie on a shared folder for runs over several hosts; logs stay on each host"
         return Finding("shared folder", "note", f"{folder} is each host's own", effect, SHARED)
     if missing:
-        text = f"{folder} is not seen by {', '.join(missing)}"
-        return Finding("shared folder", "warning", text, "a run cannot be resumed there", SHARED)
+        effect = "a run cannot be resumed there"
+        return Finding("shared folder", "warning", f"{folder} is not seen by {', '.join(missing)}", effect, SHARED)
     if shared["get"]:
         names = ", ".join(hosts[rank] for rank in shared["get"])
         effect = "samestep.once downloads once a host, and two runs may write one checkpoint"

@@ -86,8 +86,8 @@ def check_index(index: int | None) -> int:
     if index >= count():
         kind: type[Exception] = getattr(torch, "AcceleratorError", RuntimeError)
         there = f"cuda:0 to cuda:{count() - 1}" if count() else "none"
-        asked = f"cuda:{index} was asked for; fake GPUs of this process: {there}"
-        raise kind(f"CUDA error: invalid device ordinal\n{asked}")
+        text = f"cuda:{index} was asked for; fake GPUs of this process: {there}"
+        raise kind(f"CUDA error: invalid device ordinal\n{text}")
     return index
 
 
