@@ -94,7 +94,7 @@ def steps(plan: Plan, buffer: Tensor, transport: Transport, scratch: ScratchBuff
     memory = ScratchBuffers() if scratch is None else scratch
     arrived: list[tuple[Transfer, Tensor]] = []
     for number, each in enumerate(plan.of_rank(transport.rank)):
-        # a buffer shorter than the plan has blocks leaves some empty; nobody sends those
+        # if the buffer has fewer elements than the plan has blocks, some blocks are empty and are not sent
         part = RankRound(*(tuple(one for one in some if edges[one.begin] < edges[one.end]) for some in each))
         if _needed(arrived, part):
             arrived = _add(arrived, flat, edges)  # [1]

@@ -272,7 +272,7 @@ class SharedMemoryAllReduce:
         for begin in range(0, flat.numel(), step):
             piece = flat[begin : begin + step]
             number = self.next_number()
-            # what is read stays: nobody comes to the same half again before all have finished the piece in between
+            # a half is written again only after all ranks have finished the piece in the other half
             slots = [slot[: piece.nbytes].view(piece.dtype) for slot in self._staging[number % 2]]
             slots[self.counters.rank].copy_(piece)
             self.counters.publish(READY, number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -25,7 +26,7 @@ from samestep.errors import DataError
 from samestep.runtime.world import World
 
 
-class _UnboundedShards(Shards):
+class _UnboundedShards(Shards, ABC):
     """Shards that do not know how many steps an epoch has."""
 
     @property
@@ -46,9 +47,9 @@ class _UnboundedShards(Shards):
                 return
             yield current, batches
 
+    @abstractmethod
     def _parts(self) -> Iterator[StepPart]:
         """Yields this rank's part of one step after another, loaded, from the cursor on."""
-        raise NotImplementedError
 
 
 class UnknownLengthShards(_UnboundedShards):

@@ -51,7 +51,7 @@ RISKY_VARIABLES = (
     Risk("OMP_WAIT_POLICY", "(?i)active", "warning", "threads that wait keep their cores: ranks slow each other down"),
     Risk("KMP_BLOCKTIME", "(?i)infinite|[1-9][0-9]{3,}", "warning", "threads that wait keep their cores for seconds"),
     Risk("MKL_THREADING_LAYER", "(?i)intel", "note", f"{NUMPY_FIRST} may end with 'incompatible with libgomp'"),
-    Risk("NVIDIA_TF32_OVERRIDE", "1", "warning", f"{TEN_BITS}, whatever torch is told"),
+    Risk("NVIDIA_TF32_OVERRIDE", "1", "warning", f"{TEN_BITS}, even if torch.backends disables TF32"),
     Risk("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", SWITCHED, "note", TEN_BITS),
     Risk("TORCH_CPP_LOG_LEVEL", "(?i)info", "note", "every rank prints pages"),
     Risk("PYTHONMALLOC", ".*debug", "note", "every allocation of Python's is checked: slow"),

@@ -33,7 +33,7 @@ MIN_GAIN = 0.02  # of the samples a second, below which a change is not suggeste
 INT8_BITS = 8.125  # of each gradient of 32 bits: its code, and its share of a scale of 32 bits for 256
 PASSES = 6  # over each gradient, to encode it and to decode it, each as slow as adding
 HALF = 0.5  # efficiency below which ranks are said to cost more than they give
-WIDTH = 150  # letters of a title's line
+WIDTH = 150  # characters in a line of a title
 LEFT, RIGHT = (0.0, 0.38), (0.45, 0.83)  # of the page's width: the plots; what is left is for the second one's legend
 TITLES = {"data": "data parallel", "pipeline": "pipeline", "hybrid": "hybrid"}
 

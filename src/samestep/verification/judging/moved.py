@@ -121,13 +121,14 @@ def _followed(record: Record, whole: Run, own_pace: Callable[[], Record], report
 def _written(record: Record, whole: Run, own_pace: Callable[[], Record]) -> Iterator[Finding]:
     """The first parameter into which the script writes behind a step, with other values than one process does.
 
-    Codes that nobody uses are made anew, say, or weights are clamped. Not where anything is drawn there, nor where
-    parameters are averaged behind a step.
+    It may clamp weights, or initialise unused codes of a codebook again. Nothing is compared where the script draws
+    random numbers at that point, or averages parameters after a step.
     """
     kept = [event for event in whole.rank.of("moved") if event["kept"] is not None]
     values = [(event["window"], whole.record.value(0, event["kept"]).get("written")) for event in kept]
     found = [(window, written) for window, written in values if written]
-    if not found or record.is_averaged_within or states.local_steps(record) or states.averaged_behind(record):
+    is_averaged = record.is_averaged_within or states.averaged_behind(record) is not None if found else False
+    if not found or is_averaged or states.local_steps(record) is not None:
         return
     for window, written in found:
         state = record.state(window)

@@ -34,7 +34,7 @@ class Others:
 
     permuted: Callable[[], Run]
     of_ranks: Callable[[], list[Run]]
-    unclipped: Callable[[], list[Run]] = list
+    unclipped: Callable[[], list[Run]] | None = None
     merged: Callable[[list[Event]], Run] | None = None
     apart: Callable[[list[Event]], Run] | None = None
     at_step: Callable[[Event], list[Run]] | None = None

@@ -113,6 +113,10 @@ class Comparison:
             return
         self.judge_known(common, report)
 
+    def _of_ranks(self) -> list[Run]:
+        """What one process makes of each rank's samples, with its gradients before clipping where that can be asked."""
+        return (self.others.unclipped or self.others.of_ranks)()
+
     def _is_common(self, event: Event) -> bool:
         """Whether one process has taken a step of the ranks, with the same optimizer and at the same batches."""
         alone = self.whole.steps.get(event["event"])
@@ -123,7 +127,7 @@ class Comparison:
         """Compares steps for which the ranks' gradients are known."""
         if self.whole.apart is not None:
             why = f"the ranks' batches cannot be joined to one: {self.whole.apart}"
-            average.judge_by_rank(self.record, self.others.unclipped(), common, report, why)
+            average.judge_by_rank(self.record, self._of_ranks(), common, report, why)
             return
         if self._share_no_samples(common):
             report.cover("gradients", unchecked(_SHARED))
@@ -227,7 +231,7 @@ class Comparison:
         worst = max(one.worst for one in apart.values())
         chance = None if are_multiples else chance_of(self.whole)
         if chance is not None and worst > self._limit(common[0]):
-            average.judge_by_rank(self.record, self.others.unclipped(), common, report, chance)
+            average.judge_by_rank(self.record, self._of_ranks(), common, report, chance)
             return
         broken = next((event for event in common if math.isinf(apart[event["event"]].worst)), None)
         if broken is not None:

@@ -55,9 +55,7 @@ def judge(record: Record, report: Report, own_pace: OwnPace | None = None) -> No
         found = [*_lengths(group), *_same_data(group, record), *_once(group, record, own_pace)]
         known = {(one.code, one.severity, one.where) for one in report.findings}  # in the first epoch and in the next
         report.add([one for one in found if (one.code, one.severity, one.where) not in known])
-    draws = any(map(_draws_orders, record.ranks))
-    orders = _orders(training, draws=draws)
-    report.add(one if draws or not _repeats_its_order(one, own_pace) else _meant(one) for one in orders)
+    report.add(_orders(training, any(map(_draws_orders, record.ranks)), own_pace))
     report.add(one for one in _dropped(record, training) if not _drops_alone(one, own_pace))
     report.add(resumed.judge(record, own_pace))
     whole = [group for group in training if _is_whole(group, record)]
@@ -488,8 +486,10 @@ def _draws_orders(rank: Rank) -> bool:
     return bool(drawn) and min(drawn.values()) <= len(rank.of("pass"))
 
 
-def _orders(training: list[list[Pass]], draws: bool) -> Iterator[Finding]:
+def _orders(training: list[list[Pass]], draws: bool, own_pace: OwnPace | None) -> Iterator[Finding]:
     """Whether the order changes from epoch to epoch, where it is one that was drawn; `draws`: by a line of the script.
+
+    Where nothing was drawn, an order that one process repeats too is a note, unless torch is asked for another one.
 
     An order that no sampler is asked to shuffle, such as one by length, may be the same in all of them; and a few
     samples may come in one order by chance.
@@ -501,7 +501,9 @@ def _orders(training: list[list[Pass]], draws: bool) -> Iterator[Finding]:
         same = [(one, common) for one, other in pairwise(ranks_passes) if (common := _begin_alike(one, other, draws))]
         orders = [math.lgamma(common + 1) for _, common in same]  # the logarithms of how many there are
         if max(orders, default=0) > _BY_LUCK or (len(same) == len(ranks_passes) - 1 and sum(orders) > _BY_LUCK):
-            yield _same_order(*same[0])
+            one, common = same[0]
+            is_meant = not (draws or _must_change(one)) and own_pace is not None and _repeats_its_order(one, own_pace())
+            yield _same_order(one, common, is_meant=is_meant)
             return
 
 
@@ -524,36 +526,40 @@ def _was_drawn(earlier: Pass, later: Pass, draws: bool) -> bool:
     return is_asked_for and earlier.indices is not None and earlier.indices != sorted(earlier.indices)
 
 
-def _repeats_its_order(found: Finding, own_pace: OwnPace | None) -> bool:
-    """Whether a sampler that is not torch's, at whose line nothing was drawn, repeats its order in one process, too."""
-    if own_pace is None or "DistributedSampler" in found.cause or "its workers live on" in found.cause:
-        return False
+def _must_change(one: Pass) -> bool:
+    """Whether torch is asked for another order in each epoch, or workers may keep a dataset of an earlier epoch."""
+    return one.sampler == "DistributedSampler" or _keeps_datasets(one)
+
+
+def _keeps_datasets(one: Pass) -> bool:
+    """Whether workers live longer than a pass, with a copy of a dataset that knows its epoch."""
+    has_epoch = one.about.get("dataset_epoch") is not None
+    return bool(one.about["workers"] and one.about.get("persistent", True) and has_epoch)
+
+
+def _repeats_its_order(one: Pass, alone: Record) -> bool:
+    """Whether one process, too, has the same order in two passes of a loader that is made at this line."""
     made: dict[str, list[Pass]] = {}
-    for one in [one for rank in own_pace().ranks[:1] for one in passes(rank)]:
-        if one.is_training and one.line == found.where:
-            made.setdefault(one.about["key"], []).append(one)
-    return any(_begin_alike(one, other, draws=False) for theirs in made.values() for one, other in pairwise(theirs))
+    for other in [own for rank in alone.ranks[:1] for own in passes(rank)]:
+        if other.is_training and other.line == one.line:
+            made.setdefault(other.about["key"], []).append(other)
+    return any(_begin_alike(*pair, draws=False) for theirs in made.values() for pair in pairwise(theirs))
 
 
-def _meant(found: Finding) -> Finding:
-    begins = found.cause.partition(", and the order")[0]
-    return replace(found, severity="note", cause=f"{begins}, as it does in one process", fix=None)
-
-
-def _same_order(one: Pass, common: int) -> Finding:
+def _same_order(one: Pass, common: int, *, is_meant: bool) -> Finding:
+    begins = f"epoch {one.number + 1} begins with the same {common} samples in the same order as epoch {one.number}"
+    found = Finding(
+        code="same-order-every-epoch", where=one.line, severity="note", cause=f"{begins}, as in one process"
+    )
+    if is_meant:
+        return found
     why = f"{one.sampler}, whose epoch stays {one.about['epoch']}"
-    if one.about["workers"] and one.about.get("persistent", True) and one.about.get("dataset_epoch") is not None:
+    if _keeps_datasets(one):
         why = "the dataset knows its epoch, and its workers live on with a copy that does not"
     fix = "draw the order anew in every epoch, from seed and epoch"
     if one.sampler == "DistributedSampler":
         fix = "sampler.set_epoch(epoch)    # at the start of every epoch"
-    return Finding(
-        code="same-order-every-epoch",
-        where=one.line,
-        cause=f"epoch {one.number + 1} begins with the same {common} samples in the same order as epoch {one.number}, "
-        f"and the order is a shuffled one ({why})",
-        fix=fix,
-    )
+    return replace(found, severity="error", cause=f"{begins}, and the order is a shuffled one ({why})", fix=fix)
 
 
 def _dropped(record: Record, training: list[list[Pass]]) -> Iterator[Finding]:
