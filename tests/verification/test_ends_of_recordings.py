@@ -156,7 +156,7 @@ def test_a_loader_that_is_made_anew_is_compared_with_that_of_the_same_number(key
 
 
 def test_samples_that_are_left_out_are_found_behind_the_last_step() -> None:
-    report = judged(cut([0, 2], [4], samples=7), cut([1, 3], [5], samples=7))
+    report = judged(cut([0, 2], [4], samples=8), cut([1, 3], [5], samples=8))
     assert [one.code for one in report.errors] == ["samples-missing"]
     report = judged(cut([0, 2], [4], samples=6), cut([1, 3], [5], samples=6))
     assert (report.errors, report.coverage["data"], report.margins["data"]) == ([], "identical", "1 epoch of 2 ranks")

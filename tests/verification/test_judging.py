@@ -159,6 +159,16 @@ def shown(*digests: str) -> Event:
     return {"kind": "fingerprint", "key": "train.py:10#1", "samples": {str(9 * i): d for i, d in enumerate(digests)}}
 
 
+@pytest.mark.parametrize(("adds", "codes_found"), [(None, ["gradient-differs"]), (False, [])])
+def test_gradients_that_are_thrown_away_are_left_to_no_step(adds: bool | None, codes_found: list[str]) -> None:
+    """A batch is left out, on all ranks, behind its backward pass: optimizer.zero_grad(); continue."""
+    rank = accumulated(5, 4, 5, 1)
+    backwards = [event for event in rank if event["kind"] == "backward"]
+    if adds is not None:
+        backwards[5]["adds"] = adds  # the second of its window
+    assert [one.code for one in findings(samples, record(rank, rank))] == codes_found
+
+
 def test_a_rank_that_had_time_for_fewer_samples_has_no_other_dataset() -> None:
     first, other = passed([0, 2], samples=4), passed([1, 3], samples=4)
     assert codes(samples, record([*first, shown("a", "b", "c")], [*other, shown("a")])) == []
@@ -191,6 +201,48 @@ def test_all_data_on_all_ranks_is_an_error() -> None:
     assert codes(samples, ranks) == [("samples-repeated", "error")]
 
 
+def in_batches(*batches: list[int], size: int) -> list[Event]:
+    """The pass of an endless sampler."""
+    about, batch, backward, *_ = passed(list(batches[0]), samples=size, sampler="Endless")
+    return [about, *({**batch, "index": i, "indices": one, "rows": []} for i, one in enumerate(batches)), backward]
+
+
+def test_an_endless_sampler_comes_to_its_next_epoch_at_another_place_on_each_rank() -> None:
+    """[rank::world] of one order after the other: five samples, of which two ranks have used six."""
+    first, other = in_batches([4, 0], [1], size=5), in_batches([2, 3], [4], size=5)
+    assert codes(samples, record(first, other)) == []
+    early = in_batches([2, 4], [3], size=5)  # before 1 has come
+    assert codes(samples, record(first, early)) == [("samples-repeated", "error")]
+
+
+@pytest.mark.parametrize(("held", "alone", "is_found"), [(3, 6, False), (3, 3, True), (6, 6, True)])
+def test_a_dataset_that_shows_nothing_may_be_a_part_by_its_length(held: int, alone: int, *, is_found: bool) -> None:
+    """Its samples are other ones whenever they are loaded."""
+    about: dict[str, Any] = {"sampler": "RandomSampler", "samples": held}
+    batches = [[one for one in passed([1, 0], **about) if one["kind"] != "fingerprint"] for _ in range(2)]
+    report = Report(ranks=2)
+    samples.judge(record(*batches), report, lambda: record(passed([*range(alone)], samples=alone, batch_size=1)))
+    assert [one.code for one in report.errors] == ["samples-repeated"] * is_found
+
+
+@pytest.mark.parametrize(("held", "is_found"), [([1, 0], False), ([0], True)])
+def test_a_set_that_one_process_takes_as_a_whole_may_be_taken_by_each_rank(held: list[int], *, is_found: bool) -> None:
+    """Prototypes are means of all samples that are labelled."""
+    report, every = Report(ranks=2), passed(held, samples=2, sampler="SequentialSampler")
+    samples.judge(record(every, every), report, lambda: record(passed([0, 1], samples=2)))
+    assert [one.code for one in report.errors] == ["samples-repeated"] * is_found
+
+
+def test_views_of_rows_that_each_rank_takes_of_one_batch_are_as_many_as_in_one_process() -> None:
+    def views(*rows: str) -> list[Event]:
+        return [*passed([1, 0, 2], samples=4, sampler="RandomSampler"), {"kind": "used", "window": 0, "rows": rows}]
+
+    for alone, is_found in ((["a", "b", "c", "d"], False), (["a", "b"], True)):
+        report = Report(ranks=2)
+        samples.judge(record(views("k", "l"), views("m", "n")), report, lambda rows=alone: record(views(*rows)))
+        assert [one.code for one in report.errors] == ["samples-repeated"] * is_found
+
+
 def test_left_out_samples_are_an_error_unless_that_was_asked_for() -> None:
     assert codes(samples, record(passed([0, 2], samples=6), passed([1, 3], samples=6))) == [
         ("samples-missing", "error")
@@ -206,10 +258,14 @@ def test_a_sampler_may_leave_out_what_fills_no_batch_of_all_ranks(samples_held: 
     assert codes(samples, record(passed([0, 2], **about), passed([1, 3], **about))) == [("samples-missing", severity)]
 
 
-@pytest.mark.parametrize(("alone", "severity"), [([0, 1, 2, 3, 4, 5], "error"), ([0, 1, 2, 3], "note")])
-def test_what_one_process_leaves_out_as_well_is_no_mistake(alone: list[int], severity: str) -> None:
+@pytest.mark.parametrize(
+    ("held", "alone", "severity"),
+    [(8, [*range(8)], "error"), (8, [0, 1, 2, 3], "note"), (6, [*range(6)], "note")],
+    ids=["a batch of each rank", "as alone", "fewer batches than ranks"],
+)
+def test_what_one_process_leaves_out_as_well_is_no_mistake(held: int, alone: list[int], severity: str) -> None:
     """A sampler of the script's own may cut batches of similar length, and leave their rests out."""
-    about: dict[str, Any] = {"samples": 6, "batch_size": None, "sampler": "Buckets"}
+    about: dict[str, Any] = {"samples": held, "batch_size": None, "sampler": "Buckets"}
     ranks, report = record(passed([0, 2], **about), passed([1, 3], **about)), Report(ranks=2)
     samples.judge(ranks, report, lambda: record(passed(alone, **about)))
     assert [(one.code, one.severity) for one in report.findings] == [("samples-missing", severity)]
@@ -217,9 +273,9 @@ def test_what_one_process_leaves_out_as_well_is_no_mistake(alone: list[int], sev
 
 def test_what_one_process_leaves_out_in_a_later_pass_is_no_mistake_either() -> None:
     """All samples first, and then the best of them."""
-    about: dict[str, Any] = {"samples": 6, "batch_size": None, "sampler": "Best"}
+    about: dict[str, Any] = {"samples": 8, "batch_size": None, "sampler": "Best"}
     ranks, report = record(passed([0, 2], **about), passed([1, 3], **about)), Report(ranks=2)
-    passes_alone = [*passed([0, 1, 2, 3, 4, 5], **about), *passed([0, 1, 2, 3], number=1, window=1, **about)]
+    passes_alone = [*passed(range(8), **about), *passed([0, 1, 2, 3], number=1, window=1, **about)]
     samples.judge(ranks, report, lambda: record(passes_alone))
     assert [(one.code, one.severity) for one in report.findings] == [("samples-missing", "note")]
 
@@ -293,6 +349,8 @@ def test_an_order_that_no_sampler_is_asked_to_shuffle_may_repeat(*, draws: bool,
     about: dict[str, Any] = {"sampler": "ByLength", "shuffles": shuffles}
     found = codes(samples, in_epochs([ORDER, ORDER], *(drawn if draws else []), **about))
     assert found == ([("same-order-every-epoch", "error")] if draws or shuffles else [])
+    others = [{**one, "key": "train.py:12#1"} for one in drawn]  # while another loader loads
+    assert codes(samples, in_epochs([ORDER, ORDER], *others, **about)) == (found if shuffles else [])
     masks = [{**one, "where": "collate.py:3"} for one in drawn * 9]  # in each sample, not once a pass
     assert codes(samples, in_epochs([ORDER, ORDER], *masks, **about)) == (found if shuffles else [])
 

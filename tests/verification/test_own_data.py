@@ -93,10 +93,11 @@ def test_a_column_of_one_number_is_rounded_too(tmp_path: Path, third: float, *, 
         {"kind": "seeded", "seed": "of a rank"},
         {"kind": "draw", "place": "0|train.py:5|1", "digest": "of a rank", "within": False},
         {"kind": "order", "where": "train.py:10", "name": "torch.multinomial", "digest": "of a rank"},
+        {"kind": "fingerprint", "key": "train.py:10#1", "samples": {}, "mixed": True},
     ],
-    ids=["while loading", "of the dataset", "by a seed", "before loading", "with replacement"],
+    ids=["while loading", "of the dataset", "by a seed", "before loading", "with replacement", "by collating"],
 )
-def test_rows_that_random_numbers_may_make_tell_nothing(tmp_path: Path, more: Event) -> None:
+def test_rows_that_random_numbers_or_other_samples_may_make_tell_nothing(tmp_path: Path, more: Event) -> None:
     ranks = loads(tmp_path / "ranks", [ROWS[part] + 1 for part in PARTS], more)
     assert found(ranks, loads(tmp_path / "alone", [ROWS])) == []
 

@@ -198,8 +198,9 @@ def _accumulated(record: Record) -> Iterator[Finding]:
 
 def _micro_batches(rank: Rank, step: Event) -> list[Event]:
     """The backward passes of a step, where each is of one batch and its mean; else none."""
-    backwards = rank.in_window(step["window"], "backward")
-    batches = [event for event in rank.in_window(step["window"], "batch") if event["training"]]
+    backwards = rank.added_in(step["window"])
+    thrown_away = len(rank.in_window(step["window"], "backward")) - len(backwards)
+    batches = [event for event in rank.in_window(step["window"], "batch") if event["training"]][thrown_away:]
     equal = len({event["where"] for event in backwards}) == 1 and len(batches) == len(backwards)
     equal = equal and len({event["key"] for event in batches}) <= 1  # a loss over two sources is a sum of two means
     means = all(event.get("loss") in _MEANS and event["mean"] for event in backwards)

@@ -49,7 +49,8 @@ def _loaded(record: Record, alone: Record) -> Iterator[Finding]:
         own = theirs.get(group[0].key)
         if own is None or not own.complete or not all(one.is_training for one in group):
             continue
-        is_known = not own.number or own_pace.go_together(record, alone, own.batches[0]["window"])
+        window = own.batches[0]["window"] if own.batches else 0
+        is_known = not window or own_pace.go_together(record, alone, window)
         ours, others = _rows(group), _rows([own])
         are_as_many = not all(one.complete for one in group) or abs(len(ours) - len(others)) <= _TAIL * len(others)
         if not is_known or not ours or not others or not are_as_many or _vary(record, alone, group):
@@ -103,11 +104,13 @@ def _values(record: Record, rows: list[_Row]) -> Tensor | None:
 
 
 def _vary(record: Record, alone: Record, group: Sequence[Pass]) -> bool:
-    """Whether random numbers may make the rows: each process draws its own."""
+    """Whether random numbers may make the rows, which each process draws, or the other samples of a batch."""
     name, processes = group[0].key, [*record.data.ranks, alone.ranks[0]]
     workers = [one for rank in processes for one in rank.of("worker") if one["key"] == name[0]]
     may_draw = group[0].about["workers"] and (not workers or any(one["used"] for one in workers))
-    if may_draw or group[0].about.get("replacement"):
+    shown = [one for rank in processes for one in rank.of("fingerprint") if one["key"] == name[0]]
+    is_mixed = any(one.get("mixed") for one in shown)
+    if may_draw or is_mixed or group[0].about.get("replacement"):
         return True
     while_loading = any(
         (event["key"], event["number"]) == name for rank in processes for event in rank.of("noise", "draws_samples")

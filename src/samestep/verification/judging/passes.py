@@ -134,6 +134,20 @@ def cut_after_loading(record: Record) -> bool:
     return bool(windows)
 
 
+def is_cut_as_alone(record: Record, alone: Record) -> bool:
+    """Returns whether all ranks load the batches of one process, and models get as many rows of them as its model.
+
+    Views of samples that each rank draws are other rows than those that were loaded.
+    """
+    own, found = _used_of_loaded(alone.ranks[0]), [_used_of_loaded(rank) for rank in record.data.ranks]
+    windows = [window for window in own if all(window in theirs for theirs in found)]
+    return bool(windows) and all(
+        all(theirs[window][0] == own[window][0] for theirs in found)
+        and sum(len(theirs[window][1]) for theirs in found) == len(own[window][1])
+        for window in windows
+    )
+
+
 def _used_of_loaded(rank: Rank) -> dict[int, tuple[list[list[str]], set[str]]]:
     """Window -> the rows of each batch that was loaded in it, and those that models got of them."""
     found: dict[int, tuple[list[list[str]], set[str]]] = {}

@@ -60,6 +60,12 @@ class Rank:
     def in_window(self, window: int, *kinds: str) -> list[Event]:
         return [event for event in self.by_window.get(window, []) if event["kind"] in kinds]
 
+    def added_in(self, window: int) -> list[Event]:
+        """Returns the backward passes of a window whose gradients are in its step: those before are thrown away."""
+        backwards = self.in_window(window, "backward")
+        anew = (place for place, event in enumerate(backwards) if not event.get("adds", place))
+        return backwards[max(anew, default=0) :]
+
     def written_before(self, window: int) -> dict[int, set[str]]:
         """Returns names, by optimizer, of the parameters that a window begins with, and no step has made so."""
         found = {}

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise, takewhile
+from itertools import chain, combinations, pairwise, takewhile, zip_longest
 from operator import eq
 from typing import Any
 
@@ -18,7 +18,7 @@ from samestep.text import plural
 from samestep.verification.findings import AGREES, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import parted, resumed
-from samestep.verification.judging.passes import Pass, cut_after_loading, passes, together
+from samestep.verification.judging.passes import Pass, cut_after_loading, is_cut_as_alone, passes, together
 from samestep.verification.judging.record import PassKey, Rank, Record, both, line_of, pass_of, place_of_draw
 from samestep.verification.report import Report
 
@@ -55,7 +55,7 @@ def judge(record: Record, report: Report, own_pace: OwnPace | None = None) -> No
         found = [*_lengths(group), *_same_data(group, record), *_once(group, record, own_pace)]
         known = {(one.code, one.severity, one.where) for one in report.findings}  # in the first epoch and in the next
         report.add([one for one in found if (one.code, one.severity, one.where) not in known])
-    report.add(_orders(training, any(map(_draws_orders, record.ranks)), own_pace))
+    report.add(_orders(training, record, own_pace))
     report.add(one for one in _dropped(record, training) if not _drops_alone(one, own_pace))
     report.add(resumed.judge(record, own_pace))
     whole = [group for group in training if _is_whole(group, record)]
@@ -100,7 +100,9 @@ def judge_chosen(record: Record, alone: Record, report: Report) -> None:
         if not first.is_training or not other or any(one != sets[0] for one in sets):
             continue
         window = first.batches[0]["window"] if first.batches else 0
-        is_drawn = any(place_of_draw(one)[0] in {window - 1, window} for one in record.ranks[0].of("draw"))
+        draws = [place_of_draw(one)[0] for one in record.ranks[0].of("draw")]
+        between = [one["window"] for one in record.ranks[0].of("drawn_between")]  # passes, by rank 0 for all, say
+        is_drawn = any(place in {window - 1, window} for place in [*draws, *between])
         if not is_drawn and len(sets[0] & other) < _AS_CHOSEN * len(sets[0]):
             count = len(sets[0] - other)
             found = Finding(
@@ -228,9 +230,10 @@ def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> It
         )
     elif extra > (0 if by_index else _BY_CHANCE * sum(counts.values())):
         share = extra / sum(counts.values())
-        is_copied = any(map(_yields_twice, group))
-        if not is_copied and own_pace is not None and _repeats_alone(group, own_pace(), share):
-            return  # a stream, or a sampler that repeats rare samples, may draw as it likes
+        if by_index and _come_in_turn(group):
+            return  # one epoch after the other, by one sampler
+        if own_pace is not None and _repeat_as_alone(group, record, own_pace(), share):
+            return
         yield _repeated(group, identities, extra, len(repeated), _drawn_apart(record) or where)
     elif (
         not by_index
@@ -244,9 +247,58 @@ def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> It
     elif by_index and size is not None and all(one.is_known for one in group):
         missing = size - len({*counts, *_begun_before(group, record)})
         if missing > (_largest_tail(group) if group[0].about["drop_last"] else 0) and _is_split(group):
-            is_plain = own_pace is None or _drops_incomplete_batch(group, missing)
+            is_plain = own_pace is None or missing < len(group) or _drops_incomplete_batch(group, missing)
             as_alone = own_pace is not None and not is_plain and _misses_alone(group, own_pace(), missing)
             yield _missing(group, missing, size, where, as_alone=as_alone)
+
+
+def _repeat_as_alone(group: Sequence[Pass], record: Record, alone: Record, share: float) -> bool:
+    """Whether what one process loads tells that samples, or indices, may come on several ranks."""
+    if not alone.ranks:
+        return False
+    is_copied = any(map(_yields_twice, group))  # else a stream, or a sampler that repeats rare samples, may do so
+    return (
+        (not is_copied and _repeats_alone(group, alone, share))
+        or _has_a_part(group, record, alone)
+        or _takes_all(group, alone)
+        or is_cut_as_alone(record, alone)
+    )
+
+
+def _takes_all(group: Sequence[Pass], alone: Record) -> bool:
+    """Whether every batch is the whole dataset, also in one process: a set that each rank needs beside its own part."""
+    own = _training_alone(group, alone)
+    return bool(own) and all(batch["size"] == one.size for one in [*group, *own] for batch in one.batches)
+
+
+def _come_in_turn(group: Sequence[Pass]) -> bool:
+    """Whether no sample comes again before all others have come, batch by batch of all ranks, in a pass of many epochs.
+
+    An endless sampler, [rank::world] of one order after the other, comes to the second at another place on each rank.
+    """
+    if not all(one.batches and len(group) * one.batches[0]["size"] < (one.size or 0) for one in group):
+        return False
+    uses: Counter[int] = Counter()
+    samples = Counter({0: group[0].size or 0})  # number of uses -> samples that have as many
+    for batches in zip_longest(*(one.parts or [] for one in group), fillvalue=()):
+        for index in chain(*batches):
+            samples[uses[index]] -= 1
+            uses[index] += 1
+            samples[uses[index]] += 1
+        found = +samples
+        if max(found) > min(found) + 1:
+            return False
+    return True
+
+
+def _has_a_part(group: Sequence[Pass], record: Record, alone: Record) -> bool:
+    """Whether each rank's dataset is a part, of other samples under the same indices: together as many as alone.
+
+    Asked where no two looks at a dataset show the same samples.
+    """
+    is_shown = any(_fingerprint(record.ranks[number], one.about["key"]) for number, one in enumerate(group))
+    whole = next((one.size for one in _training_alone(group, alone)), None)
+    return not is_shown and whole is not None and sum(one.size or 0 for one in group) == whole
 
 
 def _drawn_in_parts(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
@@ -448,6 +500,13 @@ def _drops_incomplete_batch(group: Sequence[Pass], missing: int) -> bool:
     return bool(size) and missing < size * len(group) and all(b["size"] == size for one in group for b in one.batches)
 
 
+def _drops_incomplete_round(group: Sequence[Pass], missing: int) -> bool:
+    """Whether a sampler of batches leaves out fewer than there are ranks, so that all get as many."""
+    counts = {len(one.batches) for one in group}
+    largest = max(batch["size"] for one in group for batch in one.batches)
+    return group[0].about["batch_size"] is None and len(counts) == 1 and missing <= (len(group) - 1) * largest
+
+
 def _largest_tail(group: Sequence[Pass]) -> int:
     """How many samples ranks leave out at most that leave out what fills no round of the ranks, or no batch."""
     about, sizes = group[0].about, [batch["size"] for one in group for batch in one.batches]
@@ -460,7 +519,7 @@ def _missing(group: Sequence[Pass], missing: int, size: int, where: str, *, as_a
     why = None
     if as_alone:
         why = "one process leaves samples out of a pass as well"
-    elif _drops_incomplete_batch(group, missing):
+    elif missing < len(group) or _drops_incomplete_batch(group, missing) or _drops_incomplete_round(group, missing):
         why = f"{group[0].sampler} leaves out what fills no batch of all ranks"
     if why is not None:
         return Finding(code="samples-missing", severity="note", where=where, cause=f"{cause}: {why}")
@@ -480,14 +539,14 @@ def _alike(group: Sequence[Pass]) -> Iterator[Finding]:
         )
 
 
-def _draws_orders(rank: Rank) -> bool:
-    """Whether a line draws an order while samples are loaded: once a pass, and not for each batch or sample."""
-    drawn = Counter(event["where"] for event in rank.of("order"))
+def _draws_orders(rank: Rank, key: str) -> bool:
+    """Whether a line draws an order while a loader loads: once a pass, and not for each batch or sample."""
+    drawn = Counter(event["where"] for event in rank.of("order") if event.get("key", key) == key)
     return bool(drawn) and min(drawn.values()) <= len(rank.of("pass"))
 
 
-def _orders(training: list[list[Pass]], draws: bool, own_pace: OwnPace | None) -> Iterator[Finding]:
-    """Whether the order changes from epoch to epoch, where it is one that was drawn; `draws`: by a line of the script.
+def _orders(training: list[list[Pass]], record: Record, own_pace: OwnPace | None) -> Iterator[Finding]:
+    """Whether the order changes from epoch to epoch, where it is one that was drawn.
 
     Where nothing was drawn, an order that one process repeats too is a note, unless torch is asked for another one.
 
@@ -497,7 +556,8 @@ def _orders(training: list[list[Pass]], draws: bool, own_pace: OwnPace | None) -
     by_key: dict[str, list[Pass]] = {}
     for group in training:
         by_key.setdefault(group[0].about["key"], []).append(group[0])
-    for ranks_passes in by_key.values():
+    for key, ranks_passes in by_key.items():
+        draws = any(_draws_orders(rank, key) for rank in record.ranks)
         same = [(one, common) for one, other in pairwise(ranks_passes) if (common := _begin_alike(one, other, draws))]
         orders = [math.lgamma(common + 1) for _, common in same]  # the logarithms of how many there are
         if max(orders, default=0) > _BY_LUCK or (len(same) == len(ranks_passes) - 1 and sum(orders) > _BY_LUCK):
@@ -575,7 +635,7 @@ def _dropped(record: Record, training: list[list[Pass]]) -> Iterator[Finding]:
         rest = [batch for batch in one.batches if batch["window"] == last]
         shared = {pass_of(batch) for batch in rank.in_window(last, "batch") if batch["key"] in last_passes}
         if last in stepped and len(shared) > 1 and one.number < last_passes[one.about["key"]]:
-            backwards = len(rank.in_window(last, "backward"))
+            backwards = len(rank.added_in(last))
             if full is not None and backwards > full:
                 yield _leaked(one, rest, stepped[last], backwards)
                 return
@@ -603,7 +663,7 @@ def _most_backwards(rank: Rank) -> int | None:
     for step in rank.steps:
         batches = [one for one in rank.in_window(step["window"], "batch") if one["training"]]
         if batches and len({pass_of(one) for one in batches}) == len({one["key"] for one in batches}):
-            found.append(len(rank.in_window(step["window"], "backward")))
+            found.append(len(rank.added_in(step["window"])))
     return max(found, default=None)
 
 

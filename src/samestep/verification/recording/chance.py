@@ -63,13 +63,13 @@ def begins_parameters(name: str) -> bool:
     return name.endswith("_") or ":" in name
 
 
-def note_order(journal: TraceWriter, where: str, name: str, value: Any) -> None:
-    """Writes down that an order of samples was drawn, and what tells it from others."""
+def note_order(journal: TraceWriter, where: str, name: str, value: Any, key: str) -> None:
+    """Writes down that an order of samples was drawn while the loader of a key loads, and what tells it from others."""
     import torch
 
     tensor = as_tensor(value)
     if tensor is not None and tensor.numel() > 1:
-        journal.write("order", where=where, name=name, digest=digest(torch.as_tensor(tensor)))
+        journal.write("order", key=key, where=where, name=name, digest=digest(torch.as_tensor(tensor)))
 
 
 def _is_one_number(tensor: Any) -> bool:

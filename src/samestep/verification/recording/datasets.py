@@ -7,9 +7,11 @@ holds generators of equal states, two ranks draw the same noise for different sa
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import BatchSampler, RandomSampler, Subset, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+    default_convert,
+)
 
 from samestep.data.iterable import dataset_length
 from samestep.instrument.dataloader import generator_state, is_generator, made_at, restore_generator, samplers_of
@@ -26,7 +36,7 @@ from samestep.instrument.patch import is_own
 from samestep.launch.rank.user_code import relative_path
 from samestep.runtime.digest import digest, digest_of_bytes
 from samestep.runtime.rng import RngState, seed_device
-from samestep.verification.recording.rows import leaves
+from samestep.verification.recording.rows import leaves, row_digests
 
 _OF_SHUFFLING = ("set_epoch", "epoch", "seed", "generator", "rng", "random_state")  # what only a shuffling sampler has
 _SAMPLES = 5
@@ -102,6 +112,30 @@ def _samples(dataset: Any, places: list[int]) -> Iterator[tuple[str, str]]:
     with _seeded_equally(), own_generators_seeded(dataset):
         for place in places:
             yield str(place), sample_digest(dataset[place])
+
+
+def mixes(dataset: Any, collate: Any) -> bool:
+    """Returns whether a collate function makes a row of several samples, or of a sample's place in the batch.
+
+    With the samples in the opposite order, it then makes other rows of them.
+
+    >>> with_next = lambda samples: [torch.stack(samples), torch.stack(samples).roll(1, 0)]
+    >>> mixes(torch.eye(4), with_next), mixes(torch.eye(4), torch.stack)
+    (True, False)
+    """
+    if collate in {default_collate, default_convert}:
+        return False
+    try:
+        samples = [dataset[place] for place in range(min(len(dataset), _SAMPLES))]
+        mine, theirs = (_rows_of(copy.deepcopy(one), collate) for one in (samples, samples[::-1]))
+    except Exception:  # noqa: BLE001  (the script's own)
+        return False
+    return mine != theirs
+
+
+def _rows_of(samples: list[Any], collate: Any) -> Counter[str]:
+    with _seeded_equally():
+        return Counter(row_digests(collate(samples), len(samples), loaded=True))
 
 
 @contextmanager

@@ -245,6 +245,11 @@ class Optimizers:
         in_fsdp = hasattr(first, "_local_tensor") or getattr(first, "_fsdp_flattened", False)
         return None if first is None or in_fsdp else float(first.grad.norm())
 
+    def hold_gradients(self) -> bool:
+        """Whether a backward pass adds to gradients: of one parameter there is one, which is not zero."""
+        first = next((one.grad for one in self._every_parameter() if one.grad is not None), None)
+        return first is not None and bool(_part_of(first).norm())
+
     @property
     def holds_parts(self) -> bool:
         return any(_is_cut(parameter) for optimizer in self.all for parameter in self.parameters(optimizer).values())

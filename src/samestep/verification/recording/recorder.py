@@ -94,6 +94,8 @@ class Recorder(ScriptObserver):
         self._is_fed = False  # a DataLoader has yielded what is trained on
         self._draws_samples = False  # random numbers were drawn while a batch was loaded, and not for their order
         self._seeds: set[str] = set()
+        self._drawn_between = -1  # the last window before which random numbers were drawn between two passes
+        self._loads = ""  # the key of the loader that loads
         self._is_over = False  # the pass at hand has yielded all it has, and its last batch may still be trained on
         if self.order.get("everywhere"):
             self.inputs.keeps = lambda: self.window if self._sampled else None
@@ -102,8 +104,8 @@ class Recorder(ScriptObserver):
     def end(self, error: BaseException | None) -> None:
         self._tell_averaged()
         if error is None or isinstance(error, SystemExit):
-            for key, dataset in self._datasets.items():
-                self._tell_dataset(key, dataset)
+            for key, (dataset, collate) in self._datasets.items():
+                self._tell_dataset(key, dataset, collate)
         if self.rank == 0 and may_load():
             self.journal.write("may_load")
         super().end(error)
@@ -111,14 +113,14 @@ class Recorder(ScriptObserver):
     def _note_dataset(self, epoch: LoaderPass) -> None:
         """One that loads in this process is looked at now; one that workers load, when they are gone."""
         if epoch.number == 0 and epoch.loader.num_workers:
-            self._datasets[epoch.key] = epoch.loader.dataset
+            self._datasets[epoch.key] = epoch.loader.dataset, epoch.loader.collate_fn
         elif epoch.number == 0:
-            self._tell_dataset(epoch.key, epoch.loader.dataset)
+            self._tell_dataset(epoch.key, epoch.loader.dataset, epoch.loader.collate_fn)
 
-    def _tell_dataset(self, key: str, dataset: Any) -> None:
-        from samestep.verification.recording.datasets import fingerprint
+    def _tell_dataset(self, key: str, dataset: Any, collate: Any) -> None:
+        from samestep.verification.recording.datasets import fingerprint, mixes
 
-        self.journal.write("fingerprint", key=key, samples=fingerprint(dataset))
+        self.journal.write("fingerprint", key=key, samples=fingerprint(dataset), mixed=mixes(dataset, collate))
 
     # --- data --------------------------------------------------------------------------------
 
@@ -137,7 +139,7 @@ class Recorder(ScriptObserver):
         yielded = 0
         noise = self._noise_of(epoch)
         self._draws_samples = False
-        while not (is_cut := self._limit.ends(name)) and (batch := self.next_of(own)) is not None:
+        while not (is_cut := self._limit.ends(name)) and (batch := self._next(own, epoch.key)) is not None:
             self._note_batch(batch)
             if self._draws_samples and not yielded:
                 self.journal.write("draws_samples", key=epoch.key, number=epoch.number)
@@ -154,6 +156,10 @@ class Recorder(ScriptObserver):
         elif self._open.pop(name, None) is not None:
             self._whole[epoch.key] += 1
         self.journal.write("passed", key=epoch.key, number=epoch.number, cut=yielded if is_cut else None)
+
+    def _next(self, own: PassIterator, key: str) -> LoadedBatch | None:
+        self._loads = key
+        return self.next_of(own)
 
     def _noise_of(self, epoch: LoaderPass) -> Held | None:
         """The generators that a dataset which is loaded in this process holds itself."""
@@ -174,7 +180,7 @@ class Recorder(ScriptObserver):
         own = self._open.pop(name, None)
         if own is None or self._whole[name[0]] >= WHOLE:
             return
-        self.is_loading = True
+        self.is_loading, self._loads = True, name[0]
         try:
             rest = own.rest(self._lengths.get(name[0]))
         except Exception:  # noqa: BLE001  (a sampler's own, which the script would have met later)
@@ -387,7 +393,8 @@ class Recorder(ScriptObserver):
             self._unit = max(self._unit, unit_of(root))
         self._note_replicas(where)
         self.micro += 1
-        self.journal.write("backward", window=self.window, where=where, terms=terms_of(root), **scale_of(root))
+        about = {"adds": self.optimizers.hold_gradients(), "terms": terms_of(root), **scale_of(root)}
+        self.journal.write("backward", window=self.window, where=where, **about)
 
     def _note_replicas(self, where: str) -> None:
         """Where no step is seen, the parameters that a wrapper declares to be copies tell whether ranks stay alike."""
@@ -643,7 +650,7 @@ class Recorder(ScriptObserver):
         if self.sources is not None:
             self.sources.drew()
         if self.is_loading and name in ORDERING:
-            note_order(self.journal, where, name, value)
+            note_order(self.journal, where, name, value, self._loads)
         self._draws_samples |= self.is_loading and not name.endswith(("randperm", "permutation"))
         if self.optimizers.all and (not self.is_loading or (self.evaluations.lasts and not own_generator)):
             self.evaluations.drew(value)  # masks of a collate function are other ones in other batches
@@ -654,6 +661,9 @@ class Recorder(ScriptObserver):
         place, within = self.draws.place(self.window, where), self.is_open and (self._is_fed or self.micro > 0)
         if within or (not self._is_fed and self.draws.count <= MOST_BEFORE):  # it may draw the samples themselves
             keep(self.journal, place, name, value, within=within)
+        elif self._is_over and self._drawn_between != self.window:
+            self._drawn_between = self.window
+            self.journal.write("drawn_between", window=self.window, where=where)
         return value
 
     def on_seed(self, seed: str) -> None:
