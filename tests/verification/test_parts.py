@@ -97,6 +97,35 @@ def test_a_stage_that_counts_its_blocks_anew_is_found() -> None:
     }
 
 
+def test_a_part_of_a_sequential_is_found_by_what_its_numbers_are_smaller_by() -> None:
+    """Layers 2 and 3 of four; all norms begin with ones."""
+    layers = {f"{number}.weight": torch.ones(2) if number % 2 else torch.arange(2.0) + number for number in range(4)}
+    stage = {"0.weight": layers["2.weight"], "1.weight": layers["3.weight"]}
+    found = {name: (place.name, place.candidates) for name, place in places(stage, layers).items()}
+    assert found == {"0.weight": ("2.weight", ()), "1.weight": ("3.weight", ())}
+
+
+def test_copies_of_one_expert_are_told_by_their_gradients(tmp_path: Path) -> None:
+    """Nothing else does; and where these do not, either, a gradient that differs is no finding."""
+    begun = torch.arange(1.0, 4.0)
+    whole = {"gate": torch.tensor([5.0, 6.0]), **{f"experts.{number}": begun for number in range(4)}}
+    held = [{"gate": whole["gate"], **{f"experts.{number}": begun for number in range(2)}} for _ in range(2)]
+    gradients = {name: torch.full_like(one, float(place)) for place, (name, one) in enumerate(whole.items(), 1)}
+    own = [
+        {"gate": gradients["gate"]} | {f"experts.{i}": gradients[f"experts.{2 * rank + i}"] for i in (0, 1)}
+        for rank in (0, 1)
+    ]
+    alone = recorded(tmp_path / "alone", [whole], [gradients], [torch.arange(8.0)])
+    ranks = recorded(tmp_path / "ranks", held, own, [torch.arange(8.0)] * 2)
+    found = Parts(ranks, alone)
+    assert [found.places[1][name].name for name in ("experts.0", "experts.1")] == ["experts.2", "experts.3"]
+    assert found.agree()
+    own[1]["experts.0"] = own[1]["experts.0"] * 1.5
+    unknown = Parts(recorded(tmp_path / "other", held, own, [torch.arange(8.0)] * 2), alone)
+    assert not unknown.agree()
+    assert [*unknown.findings(inputs_are_known=False)] == []
+
+
 def test_every_second_row_and_three_parts_in_one_are_found() -> None:
     whole = {"qkv": torch.arange(12.0).view(6, 2)}
     assert places({"qkv": whole["qkv"][1::2]}, whole)["qkv"].of(torch.arange(6)).tolist() == [1, 3, 5]

@@ -242,11 +242,23 @@ def test_rates_are_compared_with_those_of_the_save_unless_others_are_known() -> 
         assert [one.code for one in report.errors] == codes
 
 
-def test_what_another_model_was_loaded_into_need_not_come_back() -> None:
-    """A student begins anew, with the names and shapes of the teacher that was saved."""
-    for into_others, codes in ((True, []), (False, ["checkpoint-inexact"])):
-        report = judged(save(WHOLE), load(WHOLE), resumed(buffers={"mean": "m0"}, into_others=into_others))
+@pytest.mark.parametrize("into", ["into_others", "into_trained"])
+def test_what_was_loaded_into_another_or_a_trained_model_need_not_come_back(into: str) -> None:
+    """A student begins anew, with the teacher's names and shapes; a trained model goes back to its best weights."""
+    for is_so, codes in ((True, []), (False, ["checkpoint-inexact"])):
+        report = judged(save(WHOLE), load(WHOLE), resumed(buffers={"mean": "m0"}, **{into: is_so}))
         assert [one.code for one in report.errors] == codes
+
+
+@pytest.mark.parametrize(
+    ("digests", "is_found"),
+    [({"conv": "p1"}, False), ({"encoder.conv": "p1"}, True)],
+    ids=["the encoder", "the model"],
+)
+def test_buffers_beside_the_part_that_is_saved_are_none_of_it(digests: dict[str, str], *, is_found: bool) -> None:
+    """The keys of a memory queue, around the encoder."""
+    state = STATE | {"parameters": {"encoder.conv": "p1"}, "buffers": {"queue": "m1"}}
+    assert bool(judged(save(digests, state=state)).errors) is is_found
 
 
 @pytest.mark.parametrize(
@@ -327,6 +339,19 @@ def test_a_sampler_that_begins_behind_what_was_used_goes_on_as_in_one_process(be
     assert [one.code for one in found] == ([] if code is None else [code])
 
 
+@pytest.mark.parametrize(("length", "is_found"), [(2, False), (4, True)])
+def test_a_pass_is_over_with_its_last_batch(length: int, *, is_found: bool) -> None:
+    """A state is saved in the body of the loop; without a shuffle, the next epoch begins with the same samples."""
+
+    def trains(number: int) -> list[Event]:
+        about, batch, backward, *_ = passed([0], samples=4, number=number, length=length)
+        batches = ({**batch, "index": place, "indices": [place]} for place in range(2))
+        return [about, *(event for one in batches for event in (one, backward))]
+
+    found = [*judge_resumed(record([*trains(0), save(WHOLE, state=None), load(WHOLE), *trains(1)]))]
+    assert [one.code for one in found] == ["samples-repeated"] * is_found
+
+
 def test_behind_a_save_between_two_epochs_the_whole_next_one_is_used() -> None:
     first = passed([0, 1], samples=2)
     again = passed([1, 0], samples=2, number=1, window=1)
@@ -377,6 +402,21 @@ def test_parts_that_ranks_hold_for_themselves_come_back_to_each() -> None:
     save: Event = {"event": 1, "digests": {}, "state": {"parameters": {"w": "a1"}, "optimizers": [], "buffers": {}}}
     states = [storage._state_of(rank, saver, save) for rank in (saver, other)]
     assert [None if one is None else one["parameters"] for one in states] == [{"w": "a1"}, {"w": "b1"}]
+    assert storage._state_of(other, saver, save, is_handed_over=True) == save["state"]  # a member of a population
+
+
+@pytest.mark.parametrize(("numbers", "is_found"), [(3, False), (1, True)])
+def test_parts_of_one_state_may_be_saved_at_several_lines(numbers: int, *, is_found: bool) -> None:
+    """Rank 0 has the model, too, in its file."""
+
+    def saved(where: str, count: int) -> Event:
+        own = {"w": count} if count else {}
+        return save({}, where=where, window=1, numbers=count + 4 * (where == "train.py:40"), own_state=own)
+
+    ranks = record([saved("train.py:40", 3)], [saved("train.py:42", numbers)])
+    report = Report(ranks=2)
+    storage.judge_saved(ranks, record([saved("train.py:40", 6)]), report)
+    assert bool(report.errors) is is_found
 
 
 @pytest.mark.parametrize(
@@ -385,6 +425,7 @@ def test_parts_that_ranks_hold_for_themselves_come_back_to_each() -> None:
         (("adam-0.pt", "adam-0.pt"), ("a", "b"), [1]),
         (("adam-0.pt", "adam-1.pt"), ("a", "b"), []),
         (("adam-0.pt", "adam-0.pt"), ("a", "a"), []),  # what all ranks have alike
+        (("other.pt", "adam-0.pt"), ("a", "b"), []),  # handed over: rank 0 does not go on from it
     ],
 )
 def test_a_rank_that_loads_the_file_of_another_is_found(

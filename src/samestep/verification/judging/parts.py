@@ -47,6 +47,17 @@ class Parts:
 
     def __post_init__(self) -> None:
         self.places = [places(held, self._whole) for held in self._held]
+        if self._steps:
+            self.places = [*map(self._told_by_gradients, self.record.ranks, self.places)]
+
+    def _told_by_gradients(self, rank: Rank, found: dict[str, Place]) -> dict[str, Place]:
+        """The places of a rank; of parameters that begin alike, those where one process's first gradient is the rank's."""
+        own, whole = _gradients(self.record, rank, 0), _gradients(self.alone, self.alone.ranks[0], 0)
+        told = {}
+        for name, place in found.items():
+            near = [one for one in place.candidates if name in own and _is_one(own[name], whole.get(one))]
+            told[name] = Place(near[0]) if len(near) == 1 else place
+        return told
 
     @cached_property
     def _held(self) -> list[dict[str, Tensor]]:
@@ -110,6 +121,7 @@ class Parts:
         """
         for number in range(self._steps):
             same, apart = self._compared(number)
+            apart = [pair for pair in apart if not pair.place.candidates]
             if not apart:
                 continue
             steps = [rank.steps[number] for rank in self.record.ranks]
@@ -313,6 +325,10 @@ class _Pair:
     place: Place
     mine: Tensor
     one: Tensor
+
+
+def _is_one(mine: Tensor, one: Tensor | None) -> bool:
+    return one is not None and mine.shape == one.shape and float((mine - one).norm()) <= _NEAR * float(one.norm()) > 0
 
 
 def _multiple_of(value: Tensor, part: Tensor) -> float | None:

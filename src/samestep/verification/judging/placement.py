@@ -27,11 +27,13 @@ class Place:
         name: in one process.
         dim: along which it is cut; None where nothing is.
         index: numbers of the slices, shape [slices]; None where they cannot be told apart.
+        candidates: all parameters that it may be, where nothing tells which of them.
     """
 
     name: str
     dim: int | None = None
     index: Tensor | None = None
+    candidates: tuple[str, ...] = ()
 
     @property
     def is_known(self) -> bool:
@@ -76,8 +78,12 @@ def places(held: Values, whole: Values) -> dict[str, Place]:
             if index is not None:
                 found[name] = Place(name, dim, index if len(index) else None)
     for name, equal in several.items():
-        beside = next((one for one in _beside(name, found) if one in equal), None)
-        found[name] = Place(beside or (name if name in equal else equal[0]))
+        sure = {one: place for one, place in found.items() if not place.candidates}
+        shared = min(_common(equal[0], one) for one in equal[1:])
+        beside = next((one for one in [*_beside(name, sure, shared), *_shifted(name, sure)] if one in equal), None)
+        own = name if name in equal else None
+        is_told = beside or (own and held.keys() == whole.keys())
+        found[name] = Place(beside or own or equal[0], candidates=() if is_told else tuple(equal))
     for name, place in found.items():
         if not place.is_known:
             found[name] = _like_neighbours(name, place, found, held, whole)
@@ -110,16 +116,32 @@ def _slices(value: Tensor, whole: Tensor, dim: int) -> Tensor | None:
     return torch.tensor(numbers if len(known) == whole.shape[dim] else [], dtype=torch.long)
 
 
-def _beside(name: str, found: Mapping[str, Place]) -> Iterator[str]:
-    """Yields where a parameter lies beside what has been found: `blocks.0.` of a rank is `blocks.2.`, say."""
-    prefix = name
-    while prefix:
-        prefix = prefix[:-1].rpartition(".")[0]
-        prefix += "." if prefix else ""
+def _beside(name: str, found: Mapping[str, Place], shared: int) -> Iterator[str]:
+    """Yields where a parameter lies beside what has been found: `blocks.0.` of a rank is `blocks.2.`, say.
+
+    Of all that it may be, the first `shared` parts of their names are the same, and tell nothing.
+    """
+    parts = name.split(".")
+    for level in range(len(parts) - 1, shared, -1):
+        prefix = ".".join([*parts[:level], ""])
         for other, place in found.items():
             rest = other.removeprefix(prefix)
             if other.startswith(prefix) and place.name.endswith(rest):
                 yield place.name.removesuffix(rest) + name.removeprefix(prefix)
+
+
+def _shifted(name: str, found: Mapping[str, Place]) -> Iterator[str]:
+    """Yields where a parameter lies if one number in its name is larger by as much as in the names of others.
+
+    In a part of a Sequential "1.weight" is "13.weight" beside "0.weight" at "12.weight".
+    """
+    for other, place in found.items():
+        pairs = list(zip(name.split("."), other.split("."), place.name.split("."), strict=False))
+        level = next((number for number, (_, mine, there) in enumerate(pairs) if mine != there), None)
+        if level is not None and all(one.isdecimal() for one in pairs[level]):
+            own, mine, there = map(int, pairs[level])
+            parts = name.split(".")
+            yield ".".join([*parts[:level], str(own + there - mine), *parts[level + 1 :]])
 
 
 def _like_neighbours(name: str, place: Place, found: Mapping[str, Place], held: Values, whole: Values) -> Place:

@@ -26,6 +26,7 @@ class _Pass:
     batches: list[Event] = field(default_factory=list)  # that it has yielded
     early: int = 0  # how many it had yielded when the first backward pass began
     backwards: int = 0  # that have begun since
+    length: int | None = None  # how many it yields
     is_over: bool = False
 
 
@@ -50,10 +51,11 @@ def resumed(rank: Rank) -> Iterator[Resumed]:
     for event in rank.of("pass", "batch", "backward", "passed", "save", "load"):
         kind, name = event["kind"], (event.get("key", ""), event.get("number", 0))
         if kind == "pass":
-            begun[name] = _Pass(event["where"], line_of(event["key"]))
+            begun[name] = _Pass(event["where"], line_of(event["key"]), length=event.get("length"))
         elif kind == "batch" and event["training"] and name in begun:
             going = begun[name]
             going.batches.append(event)
+            going.is_over = len(going.batches) == going.length
         elif kind == "backward" and going is not None:
             if not going.backwards:
                 going.early = len(going.batches)

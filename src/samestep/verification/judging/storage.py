@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import PurePath
 
 from samestep.text import listed
@@ -31,7 +32,8 @@ def judge(record: Record, report: Report, *, compares_rates: bool = True) -> Non
         before = _save_of(rank, event, saves)
         if before is None:
             continue
-        state = _state_of(rank, *before)
+        is_handed_over = not any(load["event"] == event["event"] for load in before[0].of("load"))
+        state = _state_of(rank, *before, is_handed_over=is_handed_over)
         if state is None:
             unknown.append(rank.number)
         elif state["parameters"]:  # else saved before there was an optimizer
@@ -65,7 +67,7 @@ def _without_buffers(record: Record) -> Iterator[Finding]:
             held, state = set(save["digests"].values()), save.get("state")
             if not state or not set(state["parameters"].values()) <= held:
                 continue
-            changed = {name: one for name, one in state["buffers"].items() if begun.get(name) != one}
+            changed = {name: one for name, one in _buffers_beside(save).items() if begun.get(name) != one}
             is_snapshot = save["path"] not in loaded and any(map(_has_buffers, rank.of("save")))  # for something else
             if is_snapshot:
                 continue
@@ -80,6 +82,16 @@ def _without_buffers(record: Record) -> Iterator[Finding]:
                     fix="torch.save(model.state_dict(), …), which has both",
                 )
                 return
+
+
+def _buffers_beside(save: Event) -> dict[str, str]:
+    """The buffers of what is saved: the whole model, or the part that has all its parameters, such as an encoder."""
+    state = save["state"]
+    names = [_own_name(name) for name in state["parameters"]]
+    of_modules = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    inner = "".join(f"{parts[0]}." for parts in takewhile(lambda parts: len(set(parts)) == 1, of_modules))
+    is_whole = not inner or any(key.endswith(tuple(names)) for key in save["digests"])
+    return {name: one for name, one in state["buffers"].items() if is_whole or _own_name(name).startswith(inner)}
 
 
 def _has_buffers(save: Event) -> bool:
@@ -125,6 +137,8 @@ def _files_of_others(record: Record) -> Iterator[Finding]:
             if path not in loads or len(by) > 1 or number in by or own.get(where) in {None, *loads}:
                 continue
             (saver,) = by
+            if not any(load["path"] == path for load in record.ranks[saver].of("load")):
+                continue  # it is handed over: a member of a population goes on from another's weights, say
             here, there = saved[number][where, own[where]], saved[saver][where, path]
             if here["digests"].keys() == there["digests"].keys() and here["digests"] != there["digests"]:
                 yield Finding(
@@ -167,8 +181,8 @@ def _where_loaded(rank: Rank, event: Event) -> str | None:
     return next((load["where"] for load in rank.of("load") if load["path"] == event["path"]), None)
 
 
-def _state_of(rank: Rank, saver: Rank, save: Event) -> Event | None:
-    """What a rank had when another, or it itself, saved; None where that is not known.
+def _state_of(rank: Rank, saver: Rank, save: Event, *, is_handed_over: bool = False) -> Event | None:
+    """What a rank had when another, or it itself, saved; None where that is not known. Or what it is to go on with.
 
     Where each rank holds parts, the others' are those of their last steps, if the saver's are, too: no optimizer state.
     """
@@ -180,7 +194,7 @@ def _state_of(rank: Rank, saver: Rank, save: Event) -> Event | None:
         state = {**state, "parameters": made}
     own, savers = _stepped(rank, save["event"]), _stepped(saver, save["event"])
     are_parts = any(map(place_of, state["parameters"].values())) or bool(differing(own, savers))
-    if rank.number == saver.number or not are_parts:
+    if rank.number == saver.number or not are_parts or is_handed_over:
         return state
     if not savers or not _holds(state["parameters"], savers):
         return None
@@ -235,9 +249,11 @@ def judge_with(record: Record, compared: set[int], report: Report) -> None:
 
 def _partly_saved(record: Record, alone: Rank) -> Iterator[Finding]:
     """Whether only some ranks save their part of a state that is cut over all ranks."""
-    theirs = _saves([alone])
-    for place, events in _saves(record.ranks).items():
+    theirs, ours = _saves([alone]), _saves(record.ranks)
+    for place, own in ours.items():
         whole = theirs.get(place, [])
+        beside = [event for other in ours.keys() - theirs.keys() if other[1] == place[1] for event in ours[other]]
+        events = [*own, *beside]  # another rank may save its part at a line that one process does not come to
         if sum(event["numbers"] for event in events) >= sum(event["numbers"] for event in whole):
             continue
         held, of_all = (sum(sum(event["own_state"].values()) for event in saves) for saves in (events, whole))
@@ -356,7 +372,7 @@ def _value(digest: str) -> str:
 
 def _compared(rank: Rank, event: Event, state: Event, *, compares_rates: bool) -> Iterator[Finding]:
     step = _step_of(rank, event)
-    if step is None or event.get("into_others"):  # a teacher's, say
+    if step is None or event.get("into_others") or event.get("into_trained"):  # a teacher's, or earlier weights
         return
     where = _where_loaded(rank, event)
     now, others = step["parameters"], _of_other_shapes(rank, step, state)

@@ -78,6 +78,10 @@ class Optimizers:
         self._taken[first] = self._taken.get(first, begun) + 1
         return int(self._taken[first])
 
+    def have_trained(self, optimizer: Any) -> bool:
+        """Whether steps were taken with the parameters of an optimizer, by it or by an earlier one."""
+        return self._taken is not None and next(iter(of_optimizer(optimizer)), optimizer) in self._taken
+
     @staticmethod
     def is_by_hand(optimizer: Any) -> bool:
         return hasattr(optimizer, "returned")

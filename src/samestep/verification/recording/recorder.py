@@ -478,6 +478,7 @@ class Recorder(ScriptObserver):
             buffers=self._loaded_buffers,
             averaged=self._loaded_averaged,
             into_others=self._was_loaded_into_others(optimizer),
+            into_trained=self.optimizers.have_trained(optimizer),
         )
         self._loaded = None
 
