@@ -428,6 +428,14 @@ def test_exchanged_collectives_are_found_by_their_lines() -> None:
     assert codes(communication, ranks) == [("collective-order", "error")]
 
 
+@pytest.mark.parametrize("kind", ["batch", "backward"])
+def test_ranks_may_come_by_one_of_two_lines_in_each_micro_batch(kind: str) -> None:
+    """A rank whose batch has no object takes part with zeros."""
+    between: Event = {"kind": kind, "window": 0}
+    ranks = record([call("a.py:1"), between, call("a.py:2")], [call("a.py:2"), between, call("a.py:1")])
+    assert codes(communication, ranks) == []
+
+
 def test_a_line_of_two_that_each_rank_chooses_in_every_step_is_no_exchange() -> None:
     """Where a rank has no positives, it adds zeros at another line."""
     first, other = (

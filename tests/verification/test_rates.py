@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from journals import Event, passed, record, step
+from journals import Event, ended, passed, record, step
 
 from samestep.verification.findings import AGREES, DECLARED, REFUTED, Finding
 from samestep.verification.judging import control, rates
@@ -136,6 +136,15 @@ def test_a_schedule_as_long_as_the_passes_has_the_same_rates_behind_as_many_samp
     single = [event for number, rate in enumerate((0.1, 0.2, 0.3)) for event in alone(number, rate)]
     own = [step(number, "g", rates=[rate]) for number, rate in enumerate(pace)]
     assert [one.severity for one in found(ranks, single, pace=own)] == ([] if severity is None else [severity])
+
+
+@pytest.mark.parametrize(("is_over", "severities"), [(True, []), (False, ["error"])])
+def test_a_schedule_may_count_batches_of_which_the_last_are_smaller(*, is_over: bool, severities: list[str]) -> None:
+    """Two epochs of nine steps of the ranks are 33 steps of one process, not 36."""
+    ranks, own = ([step(one, "g", rates=[1 - one / count]) for one in range(count)] for count in (18, 33))
+    single = [event for number in range(18) for event in alone(number, 1 - number / 33)]
+    end = [ended()] * is_over
+    assert [one.severity for one in found([*ranks, *end], single, pace=[*own, *end])] == severities
 
 
 @pytest.mark.parametrize(

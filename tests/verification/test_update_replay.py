@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from journals import step
 
@@ -114,6 +115,23 @@ def test_a_rate_that_is_a_number_of_numpy_is_lent(tmp_path: Path) -> None:
     UpdateReplay(Record(tmp_path, [Rank(0, [taken])]), optimizers).before(optimizer, {}, taken)
     (group,) = optimizer.param_groups
     assert (group["lr"], group["weight_decay"]) == (0.4, 0.5)
+
+
+def test_a_rate_that_is_a_tensor_is_lent_and_put_back_in_place(tmp_path: Path) -> None:
+    """A compiled optimizer has taken the tensor for its own."""
+    parameter, rate = torch.nn.Parameter(torch.ones(2)), torch.tensor(0.1)
+    optimizer = torch.optim.AdamW([parameter], lr=rate, capturable=True)
+    optimizers = Optimizers(TraceWriter(tmp_path, 0))
+    optimizers.add(optimizer, "train.py:10")
+    taken = step(0, "g", rates=[0.4], settings=[{}])
+    replay = UpdateReplay(Record(tmp_path, [Rank(0, [taken])]), optimizers)
+    for then, left in ((0.4, 0.1), (0.3, 0.3)):  # a schedule that sets it meanwhile has its way
+        replay.before(optimizer, {}, taken)
+        assert float(rate) == pytest.approx(0.4)
+        rate.fill_(then)
+        replay.after()
+        assert float(rate) == pytest.approx(left)
+    assert optimizer.param_groups[0]["lr"] is rate
 
 
 def test_rates_are_lent_by_parameter_where_each_rank_s_optimizer_holds_others(tmp_path: Path) -> None:

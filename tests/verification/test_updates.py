@@ -64,6 +64,29 @@ def test_an_update_that_is_multiplied_by_the_number_of_ranks_is_found(tmp_path: 
     assert "2 is the number of ranks" in found.cause
 
 
+@pytest.mark.parametrize(
+    ("times", "rows", "severity"),
+    [(2.0, 4, "note"), (1.25, 4, "note"), (2.0, 8, "error"), (3.0, 4, "error")],
+    ids=["scaled", "while warming up", "batches of all ranks", "by more than their number"],
+)
+def test_code_that_steps_by_hand_may_scale_its_rate_with_the_ranks(
+    tmp_path: Path, times: float, rows: int, severity: str
+) -> None:
+    ours = stepping(tmp_path / "ranks", BEFORE + times * UPDATE).record
+    whole = stepping(tmp_path / "alone", BEFORE + UPDATE)
+
+    def given(count: int) -> Event:
+        return {"kind": "input", "window": 0, "rows": [str(row) for row in range(count)]}
+
+    first = [given(4), *({**one, "by_hand": True} if one["kind"] == "step" else one for one in ours.ranks[0].events)]
+    other = [{**event, "kept": None} if "kept" in event else event for event in first]
+    own = Record(tmp_path, [Rank(0, [given(rows), step(0, "g")])])
+    report = Report(ranks=2)
+    others = Others(lambda: whole, list, own_pace=lambda: own)
+    Updates(Record(ours.folder, [Rank(0, first), Rank(1, other)]), whole, others).judge(report)
+    assert [one.severity for one in report.findings] == [severity]
+
+
 def test_another_update_is_found_unless_another_order_of_the_samples_makes_it_too(tmp_path: Path) -> None:
     """A state that the optimizer keeps elsewhere is not put back, and differs by what rounding has made of it."""
     mine, right = BEFORE + UPDATE * torch.tensor([1.0, 1.0, 1.0, 1.01]), BEFORE + UPDATE

@@ -285,9 +285,20 @@ def in_turns(folder: Path, *gradients: torch.Tensor) -> Run:
         ((0.5, 0.5), [mean(shape=[8, 16])] * 2, "not checked"),  # similarities of all pairs in a batch
         ((1.0, 1.0), [mean(), mean()], "differs"),
         ((0.25, 0.25), [mean(), mean()], "differs"),
+        ((0.2, 0.2), [mean(), mean()], "agrees as declared"),
         ((0.7, 0.6), [mean(7.0), mean(3.0)], "not checked"),
     ],
-    ids=["means", "weighed", "other counts", "sums", "pairs", "not divided", "divided twice", "neither"],
+    ids=[
+        "means",
+        "weighed",
+        "other counts",
+        "sums",
+        "pairs",
+        "not divided",
+        "divided twice",
+        "clipped by hand",
+        "neither",
+    ],
 )
 def test_one_process_that_takes_a_step_for_each_rank_s_decides(
     tmp_path: Path, weights: tuple[float, float], losses: list[Event], said: str

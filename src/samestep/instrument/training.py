@@ -340,6 +340,20 @@ def _clip(original: Any, parameters: Any, max_norm: float, *args: Any, **kwargs:
     return _report_clip(parameters, max_norm, lambda: original(parameters, max_norm, *args, **kwargs))
 
 
+@clipping.patch("torch.nn.utils", "clip_grads_with_norm_")
+def _clip_with_norm(
+    original: Any, parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any
+) -> None:
+    if not hasattr(parameters, "grad"):
+        parameters = list(parameters)
+
+    def clip() -> Any:
+        original(parameters, max_norm, total_norm, *args, **kwargs)
+        return total_norm
+
+    _report_clip(parameters, max_norm, clip)
+
+
 @clipping.patch(_FSDP, "FullyShardedDataParallel.clip_grad_norm_")
 def _clip_sharded(original: Any, model: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
     """FullyShardedDataParallel's, which knows the norm of all parts; where nothing is cut it calls torch's."""

@@ -7,7 +7,7 @@ It decides where one process cannot be given the samples of all ranks, and where
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,11 +53,14 @@ def _cover(errors: Sequence[float], report: Report) -> None:
 # --- the ranks' own gradients -----------------------------------------------------------------------
 
 
-def judge(record: Record, steps: list[Event], report: Report) -> None:
-    """Compares the gradients of these steps, whose values were kept, with those of each rank's own backward passes."""
+def judge(record: Record, steps: list[Event], report: Report, alone: Callable[[], Record] | None = None) -> None:
+    """Compares the gradients of these steps, whose values were kept, with those of each rank's own backward passes.
+
+    `alone` records one process at its own pace, which may change some of its own gradients, too.
+    """
     errors: list[float] = []
     for step in steps:
-        error = _judge_step(record, step, brings_together(record.ranks[0], steps), report)
+        error = _judge_step(record, step, brings_together(record.ranks[0], steps), report, alone)
         if isinstance(error, str):
             report.cover("gradients", unchecked(f"one process takes other samples, and {error}"))
             return
@@ -72,7 +75,9 @@ def judge(record: Record, steps: list[Event], report: Report) -> None:
     _cover(errors, report)
 
 
-def _judge_step(record: Record, step: Event, brought_at: str | None, report: Report) -> float | str | None:
+def _judge_step(
+    record: Record, step: Event, brought_at: str | None, report: Report, alone: Callable[[], Record] | None
+) -> float | str | None:
     """Returns the error of a step, None where all is zero, or why it cannot be judged."""
     own = record.own(step)
     if own is None:
@@ -85,7 +90,7 @@ def _judge_step(record: Record, step: Event, brought_at: str | None, report: Rep
     ours, parts = known
     left = numerics.fit(ours, parts).left
     if not left <= numerics.limit(0.0, used):
-        report.add(_of_one_tensor(record, step, used, own))
+        report.add(_of_one_tensor(record, step, alone))
         return "the ranks' gradients are not a weighted sum of what each computes by itself"
     if brought_at is not None:
         return f"the loss depends on what the ranks bring together at {brought_at}"
@@ -107,8 +112,8 @@ def _judge_weights(
         return mean.is_plain
     clipped = clipping(record, step)
     total, size = found.factors[0] / (clipped or 1.0), record.size
-    if clipped is None and total < 1:
-        return True  # by an unknown norm
+    if _is_clipped(total, clipped, size):
+        return True
     if _is_near(total * mean.factor, 1.0):
         return True
     if _is_near(total, 1.0):  # a factor that is part of the loss, unless it is one for the number of ranks
@@ -118,23 +123,13 @@ def _judge_weights(
     return mean.is_plain  # else the script may divide by something that one process knows too
 
 
-def _of_one_tensor(
-    record: Record, step: Event, used: numerics.Gradients, own: list[numerics.Gradients]
-) -> Iterator[Finding]:
-    """The gradients that are N times, or an Nth of, what most are of the ranks' own."""
-    totals: dict[str, float] = {}
-    for name, gradient in used.items():
-        parts = [part for one in own if (part := one.get(name)) is not None]
-        if gradient is None or gradient.numel() < _FEWEST or len(parts) < len(own):
-            continue
-        found = numerics.fit(numerics.vector(gradient), [numerics.vector(part) for part in parts])
-        if not found.left <= numerics.limit(0.0, used):
-            return  # the script changes it otherwise, too
-        totals[name] = sum(found.factors)
-    usual = sorted(totals.values())[len(totals) // 2] if totals else 0.0
-    for name, total in totals.items() if usual else ():
-        times = total / usual
+def _of_one_tensor(record: Record, step: Event, alone: Callable[[], Record] | None) -> Iterator[Finding]:
+    """The gradients that are N times, or an Nth of, what most are of the ranks' own, and not so in one process."""
+    for name, times in _beside_others(record, step).items():
         if any(_is_near(times, other) for other in (float(record.size), 1 / record.size)):
+            own = {} if alone is None or not alone().ranks else _beside_others(alone(), step)
+            if name in own and _is_near(own[name], times):
+                continue
             yield Finding(
                 code="gradient-scale",
                 step=step["event"],
@@ -146,6 +141,23 @@ def _of_one_tensor(
                 fix="reduce each parameter once: tied weights are one parameter of several modules",
             )
             return
+
+
+def _beside_others(record: Record, step: Event) -> dict[str, float]:
+    """Name -> what a gradient is of the ranks' own, beside the others; nothing if the script changes it otherwise."""
+    own = record.own(step) if step["event"] < record.steps else None
+    used = record.gradients(step) if own else {}
+    totals: dict[str, float] = {}
+    for name, gradient in used.items():
+        parts = [part for one in own or () if (part := one.get(name)) is not None]
+        if gradient is None or gradient.numel() < _FEWEST or len(parts) < record.size:
+            continue
+        found = numerics.fit(numerics.vector(gradient), [numerics.vector(part) for part in parts])
+        if not found.left <= numerics.limit(0.0, used):
+            return {}
+        totals[name] = sum(found.factors)
+    usual = sorted(totals.values())[len(totals) // 2] if totals else 0.0
+    return {name: total / usual for name, total in totals.items()} if usual else {}
 
 
 # --- what one process makes of each rank's samples --------------------------------------------------
@@ -175,7 +187,7 @@ def judge_by_rank(record: Record, runs: Sequence[Run], steps: list[Event], repor
             return
         clipped = clipping(record, step)
         total = sum(found.factors) / (clipped or 1.0)
-        is_unknown = clipped is None and 0 < total < 1  # by what it was clipped
+        is_unknown = _is_clipped(total, clipped, record.size)
         shares = [one / (sum(found.factors) if is_unknown else clipped or 1.0) for one in found.factors]
         are_weights = is_unknown or abs(total - 1) <= _NEAR
         if right is None and (not are_weights or _are_near(shares, [1 / len(runs)] * len(runs))):
@@ -231,7 +243,7 @@ def judge_in_turn(record: Record, run: Run, steps: list[Event], report: Report) 
         clipped = clipping(record, step)
         total = sum(found.factors) / (clipped or 1.0)
         are_equal = all(_is_near(one / found.factors[0], 1.0) for one in found.factors)
-        is_mean = _is_near(total, 1.0) or (clipped is None and total < 1)  # smaller by clipping of an unknown norm
+        is_mean = _is_near(total, 1.0) or _is_clipped(total, clipped, record.size)
         if not (are_equal or is_mean) or (are_equal and not are_alike(record, step)):
             return False
         if not is_mean:
@@ -351,6 +363,12 @@ def _may_be_pairs(shape: list[int]) -> bool:
 
 def _is_near(number: float, right: float) -> bool:
     return abs(number - right) <= _NEAR * abs(right)
+
+
+def _is_clipped(total: float, clipped: float | None, size: int) -> bool:
+    """Whether a gradient is smaller than the mean by a clipping of an unknown norm, or by the script's own code."""
+    is_divided = any(_is_near(total * times, 1.0) for times in (size, size**2))
+    return 0 < total < 1 and (clipped is None or not (is_divided or _is_near(total, 1.0)))
 
 
 def _are_near(weights: Sequence[float], right: Sequence[float]) -> bool:

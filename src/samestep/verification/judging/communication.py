@@ -7,6 +7,7 @@ lines that both ranks come by, in another order, do.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 
 from samestep.instrument.collective_call import UNEVEN
 from samestep.verification.findings import PROVED, Finding, unchecked
@@ -56,7 +57,9 @@ def _compared(first: Rank, other: Rank) -> Iterator[Finding]:
         for index, (one, two) in enumerate(zip(mine, theirs, strict=False)):
             if _signature(one) == _signature(two) and one["where"] == two["where"]:
                 continue
-            if not _is_of_root(one, two, {first.number, other.number}) and _exchanged(mine[index:], theirs[index:]):
+            pieces = _piece_of(first, one), _piece_of(other, two)
+            is_of_root = _is_of_root(one, two, {first.number, other.number})
+            if not is_of_root and _exchanged(mine[index:], theirs[index:], pieces):
                 yield _order(other, one, two)
                 return
             if _signature(one) != _signature(two):
@@ -78,15 +81,21 @@ def _is_of_root(one: Event, two: Event, ranks: set[int]) -> bool:
     return one["op"] in _ROOTED and _signature(one) == _signature(two) and (one["root"] or 0) in ranks
 
 
-def _exchanged(mine: list[Event], theirs: list[Event]) -> bool:
-    """Whether each rank comes by the other's line within one step; from step to step it may choose."""
+def _exchanged(mine: list[Event], theirs: list[Event], pieces: tuple[list[Event], list[Event]]) -> bool:
+    """Whether each rank comes by the other's line within one batch; from batch to batch it may choose."""
     here, there = mine[0]["where"], theirs[0]["where"]
-    later = (_lines_in_step(theirs), _lines_in_step(mine))
+    later = [
+        {call["where"] for call in calls[1:_AHEAD] if call in piece}
+        for calls, piece in zip((theirs, mine), pieces[::-1], strict=True)
+    ]
     return here != there and here in later[0] and there in later[1]
 
 
-def _lines_in_step(calls: list[Event]) -> set[str]:
-    return {call["where"] for call in calls[1:_AHEAD] if call["window"] == calls[0]["window"]}
+def _piece_of(rank: Rank, call: Event) -> list[Event]:
+    """What a rank does from a call on, in one step, until it has a new batch or another backward pass begins."""
+    events = rank.by_window.get(call["window"], [])
+    behind = events[next(place for place, event in enumerate(events) if event is call) :]
+    return list(takewhile(lambda event: event["kind"] not in {"batch", "backward"}, behind))
 
 
 def _order(other: Rank, one: Event, two: Event) -> Finding:

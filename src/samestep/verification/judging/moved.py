@@ -113,6 +113,9 @@ def _followed(record: Record, whole: Run, own_pace: Callable[[], Record], report
                 return
         else:
             name, mine, other = max(added, key=lambda one: float((one[1] - one[2]).norm()))
+            is_at_rest = not (all_ours.any() and all_right.any())  # it may be renewed after so many samples
+            if is_at_rest and not rates.are_as_many(record, own_pace()):
+                continue
             if float((mine - other).norm()) > _OF_A_STEP * float(other.norm()):
                 yield _behind(record, event["window"] - 1, name)
                 return

@@ -51,7 +51,7 @@ class Parts:
             self.places = [*map(self._told_by_gradients, self.record.ranks, self.places)]
 
     def _told_by_gradients(self, rank: Rank, found: dict[str, Place]) -> dict[str, Place]:
-        """The places of a rank; of parameters that begin alike, those where one process's first gradient is the rank's."""
+        """The places of a rank; parameters that begin alike lie where one process has the rank's first gradient."""
         own, whole = _gradients(self.record, rank, 0), _gradients(self.alone, self.alone.ranks[0], 0)
         told = {}
         for name, place in found.items():

@@ -145,15 +145,25 @@ class Rates:
         if len(steps) < _AS_FAR * size * len(mine):
             return
         warm_up = self._warm_up(steps) // turns
+        times = self._times_as_many(alone, len(mine)) or size
         for place, event in enumerate(mine):
             at, turn = divmod(place, turns)
-            first, end = (at, at + 1) if at < warm_up else ((at - warm_up) * size, (at + 1) * size)
+            first, end = (at, at + 1)
+            if at >= warm_up:
+                first, end = math.floor((at - warm_up) * times), math.ceil((at + 1) * times)
             theirs = [one["rates"] for one in steps[first * turns + turn : end * turns : turns]]
             if len(theirs) < end - first:
                 return
             for group, rate in enumerate(event["rates"]):
                 rates = [one[group] for one in theirs if group < len(one)] or [0.0]
                 yield _Pair(event, group, rate, min(max(rate, min(rates)), max(rates)))
+
+    def _times_as_many(self, alone: Record, count: int) -> float | None:
+        """How many steps one process takes for one of the ranks', both to their ends; last batches may be smaller."""
+        every = [*self.record.ranks, *alone.ranks]
+        is_over = all(rank.is_complete for rank in every) and not self.record.is_cut_short
+        times = len(alone.ranks[0].steps) / count
+        return times if is_over and times <= self.record.size else None
 
     def _warm_up(self, steps: list[Event]) -> int:
         """How many steps, of the ranks as of one process, come before the highest rate; 0 where these are not alike."""

@@ -138,7 +138,7 @@ class Comparison:
             return
         if others and not self._are_those_of_one_process(common):
             if not self._compare_in_turn(common, report):
-                average.judge(self.record, common, report)
+                average.judge(self.record, common, report, self.others.own_pace)
                 self._compare_own_pace(common, report)
                 self._judge_repeated(common, report)
             return

@@ -15,6 +15,7 @@ from samestep.text import plural
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, PROVED, REFUTED, Finding, unchecked
 from samestep.verification.journal import Event
+from samestep.verification.judging import rates
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import BY_THEMSELVES, Record, Run
 from samestep.verification.judging.states import averaged_behind, healed_at_once
@@ -68,10 +69,15 @@ class Updates:
         right: set[int] = set()
         are_equal = True
         worst, known = 0.0, 0.0
+        notes: list[Finding] = []
         for step in steps:
             differences = list(self._differences(self.record, self.whole, step))
             compared += any(one.key is None and not math.isnan(one.error) for one in differences)
             wrong = [one for one in differences if one.error > one.limit]
+            if wrong and not notes and (times := self._scaled_by_hand(step, differences)) is not None:
+                notes = [_rate_by_hand(step, times)]
+            if notes and step.get("by_hand"):
+                wrong = []  # a momentum of later steps comes from other weights, too
             if wrong and (lasting := self._beyond_rounding(step, wrong)):
                 report.add([self._finding(step, max(lasting, key=lambda one: one.error))])
                 return right
@@ -79,7 +85,8 @@ class Updates:
             kept = [one.error for one in differences if one.error <= one.limit]
             seen = [one.error for one in differences if one.error <= one.limit < 1]  # else rounding hides the update
             worst, known = max([worst, *seen]), max(known, len(wrong))
-            are_equal &= not wrong and not any(kept)
+            are_equal &= not wrong and not any(kept) and not notes
+        report.add(notes)
         if not compared:
             report.cover("updates", unchecked(self._why(steps)))
         elif are_equal:
@@ -87,6 +94,17 @@ class Updates:
         else:
             report.cover("updates", AGREES, f"worst error {worst:.1e} of an update, {plural(compared, 'step')}")
         return right
+
+    def _scaled_by_hand(self, step: Event, differences: Sequence[_Difference]) -> float | None:
+        """By what the script's own code scales its rate for the ranks, where batches have the size of one rank's."""
+        if not step.get("by_hand") or self.others.own_pace is None:
+            return None
+        moving = [one for one in differences if one.key is None and not math.isnan(one.error)]
+        factors = [one.factor for one in moving if one.factor is not None]
+        if len(factors) < len(moving) or not factors or max(factors) - min(factors) > _SAME * max(factors):
+            return None
+        is_rate = 1 < factors[0] <= self.record.size * (1 + _SAME) and not any(one.key for one in differences)
+        return factors[0] if is_rate and not rates.are_as_many(self.record, self.others.own_pace()) else None
 
     def _averaged_otherwise(self, index: int) -> Iterator[Finding]:
         """Whether the average of the ranks' first steps is no step of one process: only some optimizers are linear.
@@ -200,6 +218,19 @@ class Updates:
             cause=f"{when}, from the same {alike}, {what} is {cause}",
             fix=_FOR_ONE,
         )
+
+
+def _rate_by_hand(step: Event, times: float) -> Finding:
+    return Finding(
+        code="update-differs",
+        severity="note",
+        step=step["event"],
+        where=step["where"],
+        factor=round(times, 6),
+        cause=f"at step {step['event']} the script's own code moves all parameters {times:.4g} times as far as in one "
+        "process, whose batches have the size of one rank's: its rate is scaled with the ranks",
+        fix=None,
+    )
 
 
 def _made(record: Record, step: Event) -> Any:

@@ -72,8 +72,7 @@ class UpdateReplay:
     def _lend_settings(self, optimizer: Any, step: Event) -> None:
         groups = [group for group in optimizer.param_groups if "lr" in group]
         for group, rate in zip(groups, step["rates"], strict=False):
-            if not _is_tensor(group["lr"]):
-                self._lend(group, "lr", rate)
+            self._lend(group, "lr", rate)
         for group, settings in zip(optimizer.param_groups, step["settings"], strict=False):
             for name, value in settings.items():
                 own = group.get(name)
@@ -87,18 +86,26 @@ class UpdateReplay:
         names = {id(getattr(one, "owner", one)): name for name, one in parameters.items()}
         for group in optimizer.param_groups:
             found = {rates[name] for one in group["params"] if (name := names.get(id(one))) in rates}
-            if len(found) == 1 and not _is_tensor(group.get("lr")):
+            if len(found) == 1:
                 self._lend(group, "lr", found.pop())
 
     def _lend(self, group: Any, name: str, value: Any) -> None:
-        if name in group and group[name] != value:
+        if name not in group or group[name] == value:
+            return
+        if _is_tensor(group[name]):  # which a compiled optimizer has taken for its own
+            own = group[name].clone()
+            group[name].fill_(value)
+            self._lent.append((group, name, own, group[name].clone()))
+        else:
             self._lent.append((group, name, group[name], value))
             group[name] = value
 
     def after(self) -> None:
         """Gives the groups their own numbers again, from which their schedules go on."""
         for group, name, own, theirs in self._lent:
-            if group[name] == theirs:
+            if group[name] == theirs and _is_tensor(own):
+                group[name].copy_(own)
+            elif group[name] == theirs:
                 group[name] = own
         self._lent.clear()
 
