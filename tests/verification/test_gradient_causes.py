@@ -384,6 +384,36 @@ def test_buffers_that_each_rank_keeps_a_part_of_are_no_difference(
 
 
 @pytest.mark.parametrize(
+    ("times", "rows", "is_found"),
+    [(0.0, 4, False), (0.0, 8, True), (0.5, 4, True)],
+    ids=["renewed after as many samples", "whose steps have as many", "moved elsewhere"],
+)
+def test_a_copy_of_the_weights_may_be_renewed_after_so_many_samples(
+    tmp_path: Path, times: float, rows: int, *, is_found: bool
+) -> None:
+    """64 of all ranks are fewer steps than 64 of one process."""
+    made, other = torch.arange(1.0, 9.0), torch.tensor([1.0, -1.0] * 4)
+
+    def kept(number: int, value: Any) -> None:
+        value_path(tmp_path, 0, number).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(value, value_path(tmp_path, 0, number))
+
+    def given(count: int) -> Event:
+        return {"kind": "input", "window": 0, "rows": [str(row) for row in range(count)]}
+
+    kept(1, {"buffers": {}, "untrained": {"target": made}, "parameters": {}})
+    kept(2, {"buffers": {}, "before": {"target": 0 * made}, "teachers": {"target": times * other}})
+    events = [given(4), step(0, "g"), {"kind": "window", "number": 1, "kept": 1}]
+    ended = Ended(code=0, hung=False, failure=None, folder=tmp_path)
+    whole = Run(ended, Record(tmp_path, [Rank(0, [{"kind": "moved", "window": 1, "kept": 2}])]))
+    own = Record(tmp_path, [Rank(0, [given(rows), step(0, "g")])])
+    report = Report(ranks=2, coverage={"gradients": "agrees"})
+    others = [*events[:2], {**events[2], "kept": None}]
+    moved.judge(Record(tmp_path, [Rank(0, events), Rank(1, others)]), whole, lambda: own, report)
+    assert bool(report.errors) is is_found
+
+
+@pytest.mark.parametrize(
     ("mine", "theirs", "is_found"),
     [([4, 8], [8, 16], True), ([40, 81], [41, 80], False), ([3], [6], False), ([4.0, 8.0], [8.0, 16.0], True)],
     ids=["counts of a rank", "a few", "a counter of calls", "no integers"],
