@@ -45,6 +45,7 @@ from samestep.verification.judging import (
 from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.own_pace import (
+    arrives,
     begins_apart,
     each_has_all,
     ends_with_as_many,
@@ -230,7 +231,7 @@ def _verified(runner: Runner, steps: int) -> Report:
 
     @functools.cache
     def run_at_own_pace() -> Run:
-        return runner.recorded("one process at its own pace", 1, steps=record.size * record.steps + 1)
+        return runner.recorded("one process at its own pace", 1, steps=record.size * (record.steps + 1) + 1)
 
     def own_pace() -> Record:
         return run_at_own_pace().record
@@ -387,13 +388,15 @@ def _judge_own_pace(runner: Runner, record: Record, run: Run, report: Report) ->
     open_ones = [name for name in _OF_TRAINING if is_open(report, name)]
     of_samples = set() if record.is_cut_short or each_has_all(record) else locating.OF_SAMPLES
     accusing = [
-        one for one in report.errors if one.code in _OF_STEPS or (one.property == "data" and one.code in of_samples)
+        one
+        for one in report.errors
+        if one.code in _OF_STEPS or one.property == "random" or (one.property == "data" and one.code in of_samples)
     ]
     for found in [one for one in accusing if one.code == "steps-differ"] if ends_with_as_many(record, alone) else ():
         report.withdraw(found, AGREES, "one process at its own pace ends with as many samples as all ranks")
         accusing.remove(found)
     compares_evaluation = any(rank.of("evaluated", "ran") for rank in record.ranks)
-    if not (open_ones or accusing or compares_evaluation) or not follows(record, alone):
+    if not (open_ones or accusing or compares_evaluation) or not (follows(record, alone) or arrives(record, alone)):
         return
     margin = f"{plural(record.steps, 'step')} of one process at its own pace"
     for found in accusing:

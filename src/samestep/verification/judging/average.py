@@ -182,6 +182,9 @@ def judge_by_rank(record: Record, runs: Sequence[Run], steps: list[Event], repor
         found = numerics.fit(*known)
         counts = [count for run in runs if (count := _count(run, step)) is not None]
         right = [count / sum(counts) for count in counts] if len(counts) == len(runs) else None
+        samples = sum(samples_of_steps([rank]).get(step["window"], 0) for rank in record.data.ranks)
+        if right is not None and not any(_are_means(run, step) for run in runs) and {*counts} == {float(samples)}:
+            right = [1.0] * len(runs)  # each loss is a part of the sum over the samples of all ranks
         if not found.left <= numerics.limit(0.0, used):
             leave_open("the ranks' gradients are no weighted mean of what one process makes of each rank's samples")
             return
@@ -203,6 +206,10 @@ def judge_by_rank(record: Record, runs: Sequence[Run], steps: list[Event], repor
         return
     report.remarks.append(f"{because}: {_BY_RANK_REMARK}")
     _cover(errors, report)
+
+
+def _are_means(run: Run, step: Event) -> bool:
+    return any(term["mean"] for one in run.rank.of("loss") if one["event"] == step["event"] for term in one["terms"])
 
 
 def _count(run: Run, step: Event) -> float | None:
@@ -324,6 +331,23 @@ def are_divided_by_own_samples(record: Record, step: Event) -> bool:
         if any(term["mean"] or abs(term["factor"] * samples - 1) > _NEAR for term in terms):
             return False
     return True
+
+
+def are_divided_alike_alone(record: Record, alone: Record, step: Event) -> bool:
+    """Returns whether one process at its own pace takes as many samples as one rank, and divides as large sums alike.
+
+    A constant by which sums are divided is then that of a process; what it is does not matter.
+    """
+    if not alone.ranks or not step["event"] < len(alone.ranks[0].steps):
+        return False
+    own = alone.ranks[0].steps[step["event"]]
+    theirs = samples_of_steps(alone.ranks[:1]).get(own["window"], 0)
+    counts = [samples_of_steps([rank]).get(step["window"], 0) for rank in record.data.ranks]
+    every = [[term for terms in passes for term in terms] for passes in [*_passes(record, step), *_passes(alone, own)]]
+    factors = [[(term["factor"], term["mean"]) for term in terms] for terms in every]
+    sums = [abs(factor) for factor, is_mean in factors[-1] if not is_mean]
+    is_divided = bool(sums) and 1.0 not in sums
+    return is_divided and {*counts} == {theirs} and all(one == factors[-1] for one in factors)
 
 
 def uneven_counts(record: Record, step: Event) -> list[float] | None:

@@ -12,7 +12,7 @@ anything else              the worst tensor, or a buffer that differs between ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,13 +22,22 @@ from samestep.text import listed
 from samestep.verification import numerics
 from samestep.verification.findings import Finding, Severity
 from samestep.verification.journal import Event
-from samestep.verification.judging.average import are_divided_by_own_samples, uneven_counts
+from samestep.verification.judging import rates
+from samestep.verification.judging.average import (
+    are_divided_alike_alone,
+    are_divided_by_own_samples,
+    uneven_counts,
+)
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Record, Run
 from samestep.verification.recording.evaluations import STATISTICS
 
 MEAN_OF_MEANS = "the mean of the ranks' means"
 ADDED_UP = "the ranks' gradients are added up, not averaged"
+_DIVIDED = (
+    "at step {} each rank divides a sum over its samples by a constant, their number, say; one process that is given "
+    "the samples of all ranks divides by too little"
+)
 CARRIED = "the loss depends on something that is carried from step to step (a history, a running mean)"
 _SAME = 1e-3  # of a factor
 _MOST_LOST = 0.05  # of the gradient's norm, by a hook that only rounds
@@ -53,6 +62,8 @@ class Explanations:
 
     def of(self, event: Event, apart: numerics.Distance, limit: float, *, settled: bool) -> Finding:
         """Returns what the difference at a step is; `settled` says that an earlier step was found to agree."""
+        if (weighed := self._weighed_by_samples(event)) is not None:
+            return weighed
         recorded, alone = self.record.gradients(event), self.whole.gradients(event["event"])
         enough = max(limit, _EXPLAINED * apart.whole)
         found = self._multiple(event, recorded, alone, enough)
@@ -120,6 +131,9 @@ class Explanations:
                 "batches.mean(losses)",
             )
         elif self._is_partly_sum(event, whole, parts, enough):
+            if self._has_constants_of_a_rank(event):
+                yield self._finding(event, _DIVIDED.format(step), None, severity="note")
+                return
             yield self._finding(
                 event,
                 f"at step {step} a part of the loss is a sum over a rank's samples, and the rest a mean: averaged over "
@@ -215,18 +229,46 @@ class Explanations:
             cause=f"at step {event['event']} {which} is {factor:.4f} times that of one process: {cause}",
             fix=fix,
         )
-        if not right and abs(factor * self.record.size - 1) <= _SAME and are_divided_by_own_samples(self.record, event):
-            cause = (
-                f"at step {event['event']} each rank divides the sum over its samples by a constant, their number, so "
-                "its loss is their mean; one process that is given the samples of all ranks divides by too few"
-            )
-            return replace(found, severity="note", cause=cause, fix=None)
+        is_divided = not right and abs(factor * self.record.size - 1) <= _SAME
+        if is_divided and self._has_constants_of_a_rank(event) and not self._takes_means(event):
+            return replace(found, severity="note", cause=_DIVIDED.format(event["event"]), fix=None)
         if right or not self._is_made_up_for(event, factor):
             return found
         made_up = (
             f"the rate makes up for it: {1 / factor:.4g} times one process's, with SGD, whose step is linear in both"
         )
         return replace(found, severity="note", cause=f"{found.cause}; {made_up}", fix=None)
+
+    def _takes_means(self, event: Event) -> bool:
+        losses = self.record.ranks[0].in_window(event["window"], "backward")
+        return any(term["mean"] for one in losses for term in one.get("terms") or ())
+
+    def _has_constants_of_a_rank(self, event: Event) -> bool:
+        own_pace = self.others.own_pace
+        return are_divided_by_own_samples(self.record, event) or (
+            own_pace is not None and are_divided_alike_alone(self.record, own_pace(), event)
+        )
+
+    def _weighed_by_samples(self, event: Event) -> Finding | None:
+        """A note where a part of the loss has a weight that one process comes to behind as many samples."""
+        if self.others.own_pace is None or rates.are_as_many(self.record, alone := self.others.own_pace()):
+            return None
+        mine = _factors(self.record.ranks[0].in_window(event["window"], "backward"))
+        steps = alone.ranks[0].steps if alone.ranks else []
+        near = [event["event"], *range(event["event"] * self.record.size, (event["event"] + 1) * self.record.size + 1)]
+        if not mine or not near[-1] < len(steps):
+            return None
+        now, *theirs = (_factors(alone.ranks[0].in_window(steps[place]["window"], "backward")) for place in near)
+        if mine == now or any(len(one) != len(mine) for one in (now, *theirs)):
+            return None
+        ranges = [(min(one), max(one)) for one in zip(*theirs, strict=True)]
+        if any(not low <= one <= high for one, (low, high) in zip(mine, ranges, strict=True)):
+            return None
+        cause = (
+            f"at step {event['event']} a part of the loss has the weight that one process comes to behind as many "
+            "samples as those of all ranks: it follows the samples, or is as long as the passes over them"
+        )
+        return self._finding(event, cause, None, severity="note")
 
     def is_made_up_for(self, event: Event) -> bool:
         """Whether a rate makes up for gradients that are a multiple of one process's at a step."""
@@ -290,6 +332,11 @@ class Explanations:
         first, *others = starts or [{}]
         apart = (name for name, one in first.items() if any(each.get(name) != one for each in others))
         return next((name for name in apart if not name.endswith(STATISTICS)), None)
+
+
+def _factors(losses: Iterable[Event]) -> list[float]:
+    """The constant factors of all terms of some losses."""
+    return [float(term["factor"]) for one in losses for term in one.get("terms") or ()]
 
 
 def _error(one: Tensor, other: Tensor | float) -> float:

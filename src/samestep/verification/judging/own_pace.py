@@ -154,7 +154,8 @@ def ends_with_as_many(record: Record, alone: Record) -> bool:
     """Returns whether one process comes to its end with the samples of all ranks, in smaller steps and so in more."""
     mine, theirs = (rates.samples_of_steps(ranks) for ranks in (record.data.ranks, alone.ranks[:1]))
     are_over = all(rank.is_complete for rank in (*record.ranks, *alone.ranks)) and not record.is_cut_short
-    return are_over and 0 < sum(mine.values()) == sum(theirs.values()) and len(theirs) > len(mine)
+    rest = sum(theirs.values()) - sum(mine.values())  # of a budget, which fills no step of all ranks
+    return are_over and 0 <= rest < max(mine.values(), default=0) and len(theirs) > len(mine)
 
 
 def judge_tail(record: Record, alone: Record, report: Report) -> None:
@@ -210,6 +211,48 @@ def follows(record: Record, alone: Record) -> bool:
     else:
         is_together = go_together(record, alone, record.asked)  # later ones are taken behind a pass that was ended
     return is_together and worst_error(record, alone, kept) is not None
+
+
+def arrives(record: Record, alone: Record) -> bool:
+    """Returns whether one process has the ranks' parameters before every step whose values were kept.
+
+    Gradients may be smaller, and rates larger by as much, in all steps to the end.
+    """
+    if not alone.ranks or record.is_cut or alone.is_cut:
+        return False
+    count = len(alone.ranks[0].steps)
+    if count != record.steps if not record.is_cut_short else not _MANY <= record.steps <= count:
+        return False
+    windows = [step["window"] for step in record.kept_steps]
+    states = [(record.parameters(window), alone.parameters(window)) for window in windows]
+    known = [(mine, theirs) for mine, theirs in states if mine and mine.keys() == theirs.keys()]
+    if len(known) < len(states) or len(known) <= _FIRST or not _have_one_ratio(record, alone):
+        return False
+    begun = known[0][1]
+    for place, (mine, theirs) in enumerate(known):
+        moved = math.sqrt(sum(float((one - begun[name]).double().square().sum()) for name, one in theirs.items()))
+        apart = math.sqrt(sum(float((one - theirs[name]).double().square().sum()) for name, one in mine.items()))
+        if apart > _most(place) * moved:
+            return False
+    return True
+
+
+def _have_one_ratio(record: Record, alone: Record) -> bool:
+    """Whether in all steps the norms of gradients are one multiple of one process's, for which the rates make up."""
+    first = 0.0
+    for place in range(record.steps):
+        other = alone.ranks[0].steps[place]
+        for step in record.events_of_step(place):
+            mine, theirs = record.norms(step), other["norms"]
+            whole = math.hypot(*theirs.values())
+            ratio = math.hypot(*mine.values()) / whole if whole else 1.0
+            by_rate = [one / rate for one, rate in zip(step["rates"], other["rates"], strict=False) if rate]
+            first = first or ratio or 1.0
+            is_alike = all(abs(first * one - 1) <= _NEAR for one in by_rate)
+            scaled = {name: norm / first for name, norm in mine.items()}
+            if step["optimizer"] != other["optimizer"] or not is_alike or not _have_norms(scaled, theirs, _most(place)):
+                return False
+    return True
 
 
 def _have_norms(mine: dict[str, float], theirs: dict[str, float], most: float) -> bool:

@@ -9,7 +9,7 @@ One process makes this mistake too, where each micro-batch divides by something 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -41,7 +41,11 @@ def judge(record: Record, steps: list[Event], whole: Run, merged: Again, apart: 
         report: to add to.
     """
     rank = record.ranks[0]
-    wanted = [step for step in steps if len(micro_batches(rank, step["window"])) > 1]
+    wanted = [
+        step
+        for step in steps
+        if len(micro_batches(rank, step["window"])) > 1 and not _are_weighed(rank.in_window(step["window"], "backward"))
+    ]
     if not wanted or any(event["norms"] for event in rank.of("wrap")):
         return
     together = merged(wanted)
@@ -53,6 +57,12 @@ def judge(record: Record, steps: list[Event], whole: Run, merged: Again, apart: 
             if weights is not None:
                 report.add([_finding(record, step, weights)])
             return
+
+
+def _are_weighed(backwards: Sequence[Event]) -> bool:
+    """Whether the means of micro-batches have constant factors of their own: one for each source of data, say."""
+    factors = [tuple(term["factor"] for term in one.get("terms") or () if term["mean"]) for one in backwards]
+    return len(set(factors)) > 1
 
 
 def _differ(step: Event, whole: Run, together: Run) -> bool:

@@ -66,7 +66,8 @@ class Replay(ScriptObserver):
             (event["optimizer"], len(event["names"])): event["names"] for event in first.of("names")
         }
         self._cut = {(event["key"], event["number"]): event.get("cut") for event in first.of("passed")}
-        self._lengths = {event["key"]: event["length"] for event in first.of("pass")}
+        trained = {one.about["key"] for one in passes(first) if one.is_training}  # others read all samples here
+        self._lengths = {event["key"]: event["length"] for event in first.of("pass") if event["key"] in trained}
         self._drawn = self._recorded_draws()
         self._sequences = self._recorded_sequences() if order.get("one_by_one") else {}
         self._drawn_here: Counter[tuple[str, bool]] = Counter()  # by line, with gradients or without
