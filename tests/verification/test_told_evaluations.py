@@ -98,9 +98,9 @@ def evaluates(
     return [*events, over, *([summed] if sums else []), ended()]
 
 
-def judged(*ranks: list[Event]) -> Report:
+def judged(*ranks: list[Event], alone: list[Event] | None = None) -> Report:
     report = Report(ranks=len(ranks), steps=4)
-    evaluation.judge(record(*ranks), None, report)
+    evaluation.judge(record(*ranks), None if alone is None else record(alone), report)
     return report
 
 
@@ -143,6 +143,16 @@ def test_samples_that_come_twice_are_in_no_outcome_where_nothing_is_brought_toge
     assert report.findings == []
     assert report.coverage["evaluation"] == (
         "not checked: each rank tells of its own part, and nothing of the whole was seen"
+    )
+
+
+@pytest.mark.parametrize(("of_one", "missing"), [([4, 5, 6, 7], 0), ([*range(8)], 4), ([], 4)])
+def test_samples_that_one_process_does_not_evaluate_either_are_not_missing(of_one: list[int], missing: int) -> None:
+    """Training and validation read one dataset, each by a list of indices."""
+    ranks = [evaluates(mine, samples=8, sums=True) for mine in ([4, 6], [5, 7])]
+    report = judged(*ranks, alone=evaluates(of_one, samples=8, sums=True))
+    assert [error.cause for error in report.errors] == (
+        [f"the ranks together evaluate {missing} samples never, of 8"] if missing else []
     )
 
 

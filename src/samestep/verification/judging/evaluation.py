@@ -102,7 +102,7 @@ def judge(
     theirs = {} if alone is None else outcomes(alone.ranks[0])
     by_batch = {phase for mine in evaluations for phase, one in mine.items() if one.by_batch}
     may_differ = by_batch | _drawn_apart(evaluations) | _of_others(record, alone)
-    sampled = list(_samples(record))
+    sampled = list(_samples(record, unplaced))
     found, printed, sums = _compared(record, evaluations, theirs, may_differ, has_samples=bool(sampled))
     if (found or printed.unknown) and permuted is not None and permuted().record.ranks:
         steady = _steady(theirs, outcomes(_placed(permuted().record).ranks[0]))
@@ -110,7 +110,7 @@ def judge(
     if unnamed and not found and printed.unknown is not None and not _are_counts(printed.unknown, record.size):
         found = [_printed(printed.unknown, record)]
     gathers = any(one.gathers for mine in evaluations for one in mine.values())
-    may_take_out = gathers and not any(_extra_and_missing(group, record)[1] for group in _splits(record))
+    may_take_out = gathers and not any(_extra_and_missing(group, record, unplaced)[1] for group in _splits(record))
     hidden = bool(sampled) and printed.finest > _PRECISE and not gathers
     confirmed = (printed.alike and not hidden) or (printed.saturated and not sampled)
     confirmed = confirmed or None in [*sums, *compared]
@@ -649,11 +649,11 @@ def _splits(record: Record) -> Iterator[list[Pass]]:
             yield group  # else each evaluates all it has, but for a tail
 
 
-def _samples(record: Record) -> Iterator[Finding]:
+def _samples(record: Record, alone: Record | None) -> Iterator[Finding]:
     """Yields what is wrong with such passes that have too many samples or too few."""
     for group in _splits(record):
         if _filled_and_gathered(group, record) is None:
-            yield from _split(group, record)
+            yield from _split(group, record, alone)
 
 
 def _beside(one: Pass, record: Record) -> set[int | None]:
@@ -684,8 +684,8 @@ def _filled_and_gathered(group: list[Pass], record: Record) -> str | None:
     )
 
 
-def _split(group: list[Pass], record: Record) -> Iterator[Finding]:
-    extra, missing = _extra_and_missing(group, record)
+def _split(group: list[Pass], record: Record, alone: Record | None) -> Iterator[Finding]:
+    extra, missing = _extra_and_missing(group, record, alone)
     if extra or missing:
         what = [f"{plural(extra, 'sample')} twice"] if extra else []
         what += [f"{plural(missing, 'sample')} never"] if missing else []
@@ -697,11 +697,21 @@ def _split(group: list[Pass], record: Record) -> Iterator[Finding]:
         )
 
 
-def _extra_and_missing(group: list[Pass], record: Record) -> tuple[int, int]:
-    """How many samples too many the ranks together evaluate, and how many never, also by another loader."""
+def _extra_and_missing(group: list[Pass], record: Record, alone: Record | None) -> tuple[int, int]:
+    """How many samples too many the ranks together evaluate, and how many never, also by another loader.
+
+    A sampler may choose a part of the dataset for validation: what one process does not evaluate either is not missing.
+    """
     size = group[0].size
     if size is None:
         return 0, 0
     counts = Counter(index for one in group for index in one.indices or [])
-    missing = size - len(counts)
+    by_one = set() if alone is None else _evaluated_by_one(alone, group[0])
+    missing = len(by_one - counts.keys()) if by_one else size - len(counts)
     return sum(counts.values()) - len(counts), 0 if missing in _beside(group[0], record) else missing
+
+
+def _evaluated_by_one(alone: Record, of: Pass) -> set[int]:
+    """The samples that one process has in the same pass; none where they are not known."""
+    same = [one for rank in alone.ranks[:1] for one in passes(rank) if one.key == of.key and one.is_known]
+    return {index for one in same[:1] for index in one.indices or ()}
