@@ -217,6 +217,31 @@ def test_sums_with_a_row_for_each_rank_are_not_held_against_one_row() -> None:
     assert found([rows, rows], [*loads([0, 1]), sums(8.0, 4.0)]) == []
 
 
+@pytest.mark.parametrize(
+    ("reduce", "ours", "alone", "gathers", "is_found"),
+    [
+        ("MAX", [29.0], [57.0], False, False),  # samples of the longest part
+        ("MIN", [3.0], [6.0], False, False),  # batches
+        ("MAX", [40.0], [70.0], True, False),  # words of a text, say
+        ("MAX", [40.0], [70.0], False, True),
+        ("MAX", [29.0, 21.0], [57.0, 42.0], False, True),  # hits, in the place of their sum
+        ("SUM", [29.0], [57.0], False, True),
+    ],
+)
+def test_a_length_to_which_ranks_fill_up_their_parts_is_no_sum(
+    reduce: str, ours: list[float], alone: list[float], *, gathers: bool, is_found: bool
+) -> None:
+    rows = {name: value for name, value in sums().items() if name != "values"} | {"op": "all_gather", "rows": 58}
+
+    def evaluates(mine: range, values: list[float]) -> list[Event]:
+        batches = [[*mine[i : i + 10]] for i in range(0, len(mine), 10)]
+        brought = sums(*values, where="train.py:29", reduce=reduce)
+        return [*loads(*batches, samples=57), brought, *([rows] if gathers else [])]
+
+    ranks = [evaluates(range(first, 57, 2), ours) for first in (0, 1)]
+    assert found(ranks, evaluates(range(57), alone)) == (["train.py:29"] if is_found else [])
+
+
 def test_sums_that_no_metric_shows_are_none() -> None:
     """Times, say; but not where samples come twice, and the digits that are printed do not show it."""
 

@@ -591,12 +591,24 @@ def _sums(
                 continue  # a row for each rank, say
             sizes = {1, record.size, _size(here["group"], record.size)}
             pairs = list(zip(here["values"], there["values"], strict=True))
+            if here["reduce"] in _CHOSEN:
+                pairs = [pair for pair in pairs if not _is_length(pair[0], phase, ranks)]
             bad = next((pair for pair in pairs if pair != batches and not _agree(*pair, sizes, here["reduce"])), None)
             if bad is None and here["reduce"] in _CHOSEN:
                 continue  # that they have one maximum, or stop at once, says little of the rest
             if bad is None or (here["drew"] == there["drew"] and phase not in by_batch):
                 found.append(None if bad is None else _inexact(here["where"], *bad, record.size, here["reduce"]))
     return found
+
+
+def _is_length(chosen: float, phase: str, ranks: list[dict[str, Outcome]]) -> bool:
+    """Whether a maximum is the length of some rank's part, to which the others fill up what they then gather.
+
+    Where rows are gathered, it may be that of anything of a batch; else it is that of samples or batches.
+    """
+    each = [mine[phase] for mine in ranks if phase in mine]
+    gathers = chosen.is_integer() and any(one.gathers for one in each)
+    return gathers or chosen in {count for one in each for count in (one.rows, one.batches)}
 
 
 def _size(group: str, size: int) -> int:

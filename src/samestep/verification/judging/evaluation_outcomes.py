@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from samestep.verification.journal import Event
-from samestep.verification.judging.record import Rank, pass_of
+from samestep.verification.judging.record import PassKey, Rank, pass_of
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|\b(?:nan|inf)\b", re.IGNORECASE)
 
@@ -29,6 +29,7 @@ class Outcome:
         brings_together: whether anything was brought together that is of all ranks.
         gathers: whether rows of all ranks were, of which some may be taken out again.
         batches: how many it took.
+        rows: how many samples these have.
     """
 
     loaders: list[str] = field(default_factory=list)
@@ -38,6 +39,7 @@ class Outcome:
     brings_together: bool = False
     gathers: bool = False
     batches: int = 0
+    rows: int = 0
 
 
 def outcomes(rank: Rank) -> dict[str, Outcome]:
@@ -49,18 +51,20 @@ def outcomes(rank: Rank) -> dict[str, Outcome]:
             of_pass.setdefault(pass_of(event), set()).add(event["phase"])
         for phase in of_pass.get(pass_of(event), ()) if event["kind"] == "passed" else (event["phase"],):
             phases.setdefault(phase, []).append(event)
+    sizes = {(pass_of(event), event["index"]): event["size"] for event in rank.of("batch")}
     return {
-        phase: _outcome(phase, events, rank.number)
+        phase: _outcome(phase, events, sizes, rank.number)
         for phase, events in phases.items()
         if any(event["kind"] in {"evaluated", "ran"} for event in events)
     }
 
 
-def _outcome(phase: str, events: list[Event], rank: int) -> Outcome:
+def _outcome(phase: str, events: list[Event], sizes: dict[tuple[PassKey, int], int], rank: int) -> Outcome:
     outcome = Outcome(by_batch=any(event.get("by_batch") for event in events))
     outcome.brings_together = any(event["kind"] == "collected" for event in events)
     outcome.gathers = any("rows" in event for event in events)
-    outcome.batches = sum(event["kind"] == "evaluated" for event in events)
+    taken = [(pass_of(event), event["index"]) for event in events if event["kind"] == "evaluated"]
+    outcome.batches, outcome.rows = len(taken), sum(sizes.get(batch, 0) for batch in taken)
     final = _final(events)
     passes: list[str] = []
     seen: Counter[tuple[str, str]] = Counter()
