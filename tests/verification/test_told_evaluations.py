@@ -202,6 +202,12 @@ def test_a_printed_metric_is_as_exact_as_its_last_digit(mine: str, theirs: str, 
         ("accuracy {}", "0.3200 0.2940", "0.3200 0.2940", False),
         ("test accuracy 0.9100 loss {}", "0.4127", "0.4098", False),  # of a rank's own samples
         ("accuracy 0.9100 {}", "0.51s", "0.73s", False),
+        ("loss 0.71/0.69 acc {}", "0.5312/0.6094", "0.5156/0.6094", False),  # of the training, and of the validation
+        ("loss 0.71/0.69 acc {}", "0.5312/0.6094", "0.5156/0.6823", True),
+        ("acc {}", "0.5312 -> 0.6094", "0.5156 -> 0.6094", False),
+        ("val acc {}", "0.5312 | 0.6094", "0.5156 | 0.6094", True),
+        ("train/val acc {}", "0.5312/0.6094", "0.5156/0.6094", False),
+        ("train/val acc {}", "0.5312/0.6094", "0.5312/0.6823", True),
     ],
 )
 def test_several_numbers_behind_one_name_are_compared(text: str, mine: str, theirs: str, *, differ: bool) -> None:

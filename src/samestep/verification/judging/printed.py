@@ -27,6 +27,8 @@ _METRIC = re.compile(rf"(?<![a-z])({_NAMES})(?![a-z])(?:@\d+)?{_BETWEEN}{_NUMBER
 _ANY = re.compile(rf"(?<!lr)(?<!rate)[ =:]+{_NUMBER}", re.IGNORECASE)
 _AVERAGE = re.compile(r"\s*\(\s*([-+]?\d*\.\d+(?:e[-+]?\d+)?)\s*\)", re.IGNORECASE)
 _FURTHER = re.compile(rf"(?:\s*,\s*|\s+){_NUMBER}", re.IGNORECASE)
+_BESIDE = re.compile(rf"\s*(?:[/|]|-+>|→|\bvs\b\.?)\s*{_NUMBER}", re.IGNORECASE)
+_SIDES = re.compile(r"(train)\w*\s*(?:[/|]|-+>|→|\bvs\b\.?)\s*(?:val|dev|test|eval)", re.IGNORECASE)
 _SECTION = re.compile(
     r"(?<![a-z])(?:(train)\w*|(?:val|valid|validation|dev|test|eval|evaluation)(?![a-z]))", re.IGNORECASE
 )
@@ -44,7 +46,7 @@ class Metric:
         name: of the metric.
         number: as it was printed.
         is_of_evaluation: whether a word before it says so.
-        start: of the name in the line; several numbers may follow one name.
+        start: of the name in the line; several numbers may follow one name, and one behind a slash is another's.
     """
 
     name: str
@@ -253,19 +255,27 @@ def metrics(line: Event) -> list[Metric]:
         of = behind[:1] or [is_evaluation for start, is_evaluation in sections if start <= match.start()]
         is_last = behind[:1] == [False] or of[-1:] == [False]
         is_of_training = is_last or bool(_OF_TRAINING.search(text[: match.start()]))
-        numbers = [] if is_of_training else [_number_of(match, text), *_further(match, text)]
+        numbers = [] if is_of_training else [(match.start(), _number_of(match, text)), *_further(match, text)]
+        if len({start for start, _ in numbers}) > 1 and _SIDES.search(text[: match.start(2)]):
+            numbers = numbers[1:]  # the first is the training's
         found += [
-            Metric(match[1], number, is_of_evaluation=of[-1:] == [True], start=match.start())
-            for number in numbers
+            Metric(match[1], number, is_of_evaluation=of[-1:] == [True], start=start)
+            for start, number in numbers
             if _digits(number) >= _DIGITS - 1
         ]
     return found
 
 
-def _further(match: re.Match[str], text: str) -> Iterator[str]:
-    """The numbers that follow that of a metric, with nothing but spaces or commas in between: one for each part."""
-    while (following := _FURTHER.match(text, match.end())) is not None:
-        yield following[1]
+def _further(match: re.Match[str], text: str) -> Iterator[tuple[int, str]]:
+    """The numbers that follow that of a metric, each with where its list starts.
+
+    With spaces or commas in between there is one for each part: they are of one list. Behind a slash, an arrow or the
+    like is the same metric of something else: "acc 0.5312/0.6094" is that of the training, and of the validation.
+    """
+    start = match.start()
+    while following := _FURTHER.match(text, match.end()) or _BESIDE.match(text, match.end()):
+        start = start if following.re is _FURTHER else following.start(1)
+        yield start, following[1]
         match = following
 
 
