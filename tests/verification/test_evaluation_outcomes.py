@@ -354,6 +354,28 @@ def test_a_number_of_no_known_meaning_that_differs_leaves_an_evaluation_open() -
 
 
 @pytest.mark.parametrize(
+    ("row", "total", "is_found"),
+    [
+        ("     1      {}      0.6871      0.7444", 5.0, False),
+        ("     1      {}      0.6871      0.7444", None, True),
+        ("     1 mine {}      0.6871      0.7444", 5.0, True),
+    ],
+)
+def test_a_row_of_bare_numbers_may_have_those_of_a_rank_s_training(
+    row: str, total: float | None, *, is_found: bool
+) -> None:
+    """Sums that agree confirm the evaluation; a header that names the columns is no part of the row."""
+
+    def evaluates(training: str) -> list[Event]:
+        return [ran(), *([] if total is None else [sums(total)]), prints(row.format(training))]
+
+    report = Report(ranks=2, steps=4)
+    ranks, alone = record([*evaluates("0.8412"), ended()], [ran(), ended()]), record([*evaluates("0.8127"), ended()])
+    evaluation.judge(ranks, alone, report, unnamed=True)
+    assert [one.where for one in report.errors] == (["train.py:40"] if is_found else [])
+
+
+@pytest.mark.parametrize(
     ("dropped", "alone", "severity"),
     [([3], 2.0, "note"), ([3], 3.0, "error")],
     ids=["one process leaves as much out", "one process comes to more"],

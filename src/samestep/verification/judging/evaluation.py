@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from samestep.runtime.digest import digest
 from samestep.text import listed, plural
@@ -107,7 +107,7 @@ def judge(
     if (found or printed.unknown) and permuted is not None and permuted().record.ranks:
         steady = _steady(theirs, outcomes(_placed(permuted().record).ranks[0]))
         found, printed, sums = _compared(record, evaluations, steady, may_differ, has_samples=bool(sampled))
-    if unnamed and not found and printed.unknown is not None and not _are_counts(printed.unknown, record.size):
+    if unnamed and not found and _is_of_all(printed.unknown, record, confirmed=None in sums):
         found = [_printed(printed.unknown, record)]
     gathers = any(one.gathers for mine in evaluations for one in mine.values())
     may_take_out = gathers and not any(_extra_and_missing(group, record, unplaced)[1] for group in _splits(record))
@@ -381,6 +381,16 @@ def _incomparable(printed: Alike, record: Record, *, by_batch: bool, of_parts: b
         return NO_OUTCOME.partition(": ")[2]
     where = "" if printed.local is None else f" at {printed.local}"
     return f"each rank tells of its own part{where}, and nothing of the whole was seen" if of_parts else None
+
+
+def _is_of_all(unknown: Difference | None, record: Record, *, confirmed: bool) -> TypeGuard[Difference]:
+    """Whether a number of no known meaning must be one process's, and may not be of rank 0's own batches.
+
+    In a row of a table no word stands before it. Then it may be of the training, where sums confirm the evaluation.
+    """
+    if unknown is None or (confirmed and not unknown.name):
+        return False
+    return not _are_counts(unknown, record.size)
 
 
 def _are_counts(found: Difference, size: int) -> bool:
