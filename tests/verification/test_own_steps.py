@@ -319,6 +319,24 @@ def test_saves_behind_other_steps_tell_of_a_metric_of_ones_own(
     assert report.errors == []  # rounding may decide
 
 
+@pytest.mark.parametrize(("drew", "is_found"), [(("x", "y"), False), (("x", "x"), True), ((None, None), True)])
+def test_a_metric_of_samples_that_are_drawn_may_decide_on_a_save(
+    drew: tuple[str | None, str | None], *, is_found: bool
+) -> None:
+    """It is that of all ranks, and one process draws other samples to estimate it."""
+
+    def process(drew: str | None, *saves: int) -> list[Event]:
+        brought = [{"kind": "collected", "phase": f"{window}.1", "drew": drew} for window in (5, 10)]
+        return [*brought, *({"kind": "save", "where": "train.py:40", "window": window} for window in saves)]
+
+    mine = [one for number in range(16) for one in (step(number, "g"), stepped(number))]
+    ours = record([*mine, *process(drew[0], 5, 10)], [*mine, *process(drew[0])])
+    alone = [*process(drew[1], 5), {"kind": "batch", "window": 12}]
+    report = Report(ranks=2)
+    storage.judge_moments(ours, Record(Path(), [Rank(0, alone)]), report)
+    assert [one.step for one in report.errors] == ([9] if is_found else [])
+
+
 # --- whole scripts ---
 
 BEGIN = """

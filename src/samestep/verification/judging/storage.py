@@ -291,6 +291,8 @@ def _saved_elsewhere(record: Record, alone: Rank) -> Iterator[Finding]:
             one for one in mine ^ theirs if 0 < one < placed and one < (reached if one in mine else record.steps)
         )
         if apart:
+            if _draws_apart([*record.ranks, alone], apart[0]):
+                return
             step = apart[0] - 1
             ranks, process = ("save", "does not") if apart[0] in mine else ("do not save", "does")
             yield Finding(
@@ -302,6 +304,15 @@ def _saved_elsewhere(record: Record, alone: Rank) -> Iterator[Finding]:
                 fix="reduce the metric over all ranks before it decides what is kept",
             )
             return
+
+
+def _draws_apart(processes: Sequence[Rank], window: int) -> bool:
+    """Whether processes draw other numbers, until a window, for what they bring together: it may decide on a save."""
+    drew: list[list[str | None]] = []
+    for process in processes:
+        brought = [one for one in process.of("collected") if int(str(one["phase"]).partition(".")[0]) <= window]
+        drew.append([one["drew"] for one in brought])
+    return any(one != other for own in drew for one, other in zip(own, drew[-1], strict=False))
 
 
 def _moments(ranks: Sequence[Rank]) -> dict[str, set[int]]:
