@@ -189,7 +189,12 @@ def _compared(
     """Compares sums and lines with one process's: returns what is wrong, how lines compare, and sums one by one."""
     sums = _sums(record, evaluations, theirs, may_differ)
     printed = metrics_alike(
-        [_lines(one) for one in evaluations], _lines(theirs), may_differ, known=None in sums, miscounts=has_samples
+        [_lines(one) for one in evaluations],
+        _lines(theirs),
+        may_differ,
+        known=None in sums,
+        gathers=any(one.gathers for mine in evaluations for one in mine.values()),
+        miscounts=has_samples,
     )
     is_right = printed.whole and not printed.different and not has_samples
     found = [] if is_right else [one for one in sums if one is not None]
@@ -388,7 +393,7 @@ def _is_of_all(unknown: Difference | None, record: Record, *, confirmed: bool) -
 
     In a row of a table no word stands before it. Then it may be of the training, where sums confirm the evaluation.
     """
-    if unknown is None or (confirmed and not unknown.name):
+    if unknown is None or not unknown.is_of_evaluation or (confirmed and not unknown.name):
         return False
     return not _are_counts(unknown, record.size)
 

@@ -34,6 +34,7 @@ _SECTION = re.compile(
 )
 _OF_TRAINING = re.compile(r"train\w*[ _]*$", re.IGNORECASE)
 _ABOUT_TRAINING = re.compile(r"loss|train|\blr\b|rate|time|sec|step|speed|norm|grad|/s\b", re.IGNORECASE)
+_COUNT = re.compile(r"(?<![\d.])\d+(?!\.?\d)")
 _DIGITS = 3  # of a number, or it agrees by chance
 _SATURATED = {0.0, 1.0, 100.0}  # where a metric ends: both may be there, whatever the samples
 
@@ -91,7 +92,8 @@ class Alike:
         local: where each rank prints numbers of its part, and says so or prints others of the whole too.
         unsure: lines that differ, and that may: by random numbers, or by what a batch is made of.
         unnamed: whether a line agrees in all its numbers, none of which has a known name.
-        unknown: the first such number that does not, in a line that is not about the training.
+        unknown: the first such number that does not, in a line that is not about the training; or one that each rank
+            prints otherwise, while the evaluation of all is gathered.
     """
 
     alike: bool = False
@@ -111,6 +113,7 @@ def metrics_alike(
     may_differ: Container[str] = (),
     *,
     known: bool = False,
+    gathers: bool = False,
     miscounts: bool = False,
 ) -> Alike:
     """Compares what the ranks have printed at the ends of evaluations with what the script alone has.
@@ -120,6 +123,7 @@ def metrics_alike(
         alone: those of the script alone.
         may_differ: phases in which a difference is none of the evaluation's.
         known: whether something else tells what the evaluations of all ranks together come to.
+        gathers: whether rows of all ranks are gathered: then what each rank prints may be of its part alone.
         miscounts: whether the ranks together evaluate samples twice, or never. Then any number that differs is theirs.
     """
     reported = {place: event for lines in reversed(ranks) for place, event in lines.items()}  # by the first rank
@@ -130,6 +134,8 @@ def metrics_alike(
         local = {line: place for line, place in local.items() if _names_rank(place, ranks)}
         whole = {place: event for place, event in reported.items() if place[1:3] not in local}
         found = _compared(whole, alone, may_differ, miscounts=miscounts)
+        if gathers and found.different and not miscounts:
+            found = replace(found, different=None, unknown=replace(found.different, is_of_evaluation=False))
     return replace(found, local=next((line[0] for line in local), None))
 
 
@@ -237,13 +243,13 @@ def _is_local(place: Place, ranks: Sequence[Mapping[Place, Event]]) -> bool:
 
 
 def _names_rank(place: Place, ranks: Sequence[Mapping[Place, Event]]) -> bool:
-    """Whether each rank prints its number in a line."""
-    are_rank = [
-        [number == str(rank) for number in re.findall(r"\d+", lines[place]["text"])]
+    """Whether each rank prints its number in a line, counted from 0 or from 1."""
+    counts = [
+        [int(number) - rank for number in _COUNT.findall(lines[place]["text"])]
         for rank, lines in enumerate(ranks)
         if place in lines
     ]
-    return any(all(numbers) for numbers in zip(*are_rank, strict=False))
+    return any(set(offsets) in ({0}, {1}) for offsets in zip(*counts, strict=False))
 
 
 def metrics(line: Event) -> list[Metric]:
