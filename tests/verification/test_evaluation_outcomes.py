@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from samestep.verification.judging.record import Rank, Record, Run
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.inputs import Inputs, mixes_samples
 from samestep.verification.recording.naming import buffers_of
+from samestep.verification.recording.script_observer import ScriptObserver
 from samestep.verification.report import Report
 from samestep.verification.runs import Ended
 
@@ -299,6 +301,29 @@ def test_a_number_that_is_next_to_nothing_in_float64_is_rounding(in_float64: flo
     numbers = process(1.1e-6), process(0.9e-6)
     assert evaluation.is_rounding("train.py:30", numbers, (process(in_float64), process(1e-16))) is is_rounding
     assert not evaluation.is_rounding("train.py:31", numbers, (process(in_float64), process(1e-16)))
+
+
+@pytest.mark.parametrize(("of_one", "is_rounding"), [(146.5618293, True), (146.5631, False)])
+def test_a_number_that_is_one_process_s_in_float64_is_rounding(of_one: float, *, is_rounding: bool) -> None:
+    """A mean over each batch that is rounded to bfloat16 is another one in other batches."""
+
+    def process(loss: float) -> Record:
+        return record([*loads([0, 1]), sums(loss, 120)])
+
+    numbers = process(293.125 / 2), process(146.640)
+    in_float64 = process(146.5618293), process(of_one)
+    assert evaluation.is_rounding("train.py:30", numbers, in_float64) is is_rounding
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_copy_of_low_precision_computes_in_float64_where_the_run_does(*, is_trained: bool) -> None:
+    observer, model = ScriptObserver(), nn.Linear(2, 2).to(torch.bfloat16)
+    trained = [torch.optim.SGD(model.parameters(), lr=0.1)] if is_trained else []
+    observer.optimizers = SimpleNamespace(all=trained)
+    with torch.no_grad():
+        given = observer._double(model, (torch.zeros(1, 2, dtype=torch.bfloat16),))
+    assert model.weight.dtype == (torch.bfloat16 if is_trained else torch.float64)
+    assert given is None if is_trained else given[0].dtype == torch.float64
 
 
 @pytest.mark.parametrize(

@@ -440,7 +440,7 @@ def _withdraw_rounding(runner: Runner, record: Record, whole: Run, report: Repor
         return
     for found in accusing:
         if evaluation.is_rounding(found.where, (record, whole.record), (ranks.record, alone.record)):
-            report.withdraw(found, AGREES, "but for a number that is rounding alone: in float64 it is next to nothing")
+            report.withdraw(found, AGREES, "but for a number that is rounding alone, as float64 shows")
 
 
 def _judge_sudden(runner: Runner, record: Record, alone: Record, report: Report) -> None:

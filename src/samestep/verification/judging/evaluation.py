@@ -54,6 +54,7 @@ _PRECISE = 3e-4  # of a printed number, its last digit: it shows also few sample
 _STEADY = 1e-3  # of a number that one process comes to twice
 _CLOSE = 1e-4  # of a sum; the parameters are the same, so this is rounding
 
+_EXACT = 1e-8  # of a number, in float64
 _NOTHING = 1e-4  # of a number's size: what is left of rounding in float64 is some 1e-9 of it
 
 _SUMS = "all_reduce the sum over the samples and their number, then divide once; samestep.evaluate(…) does all of it"
@@ -311,7 +312,7 @@ def _agrees_by_itself(
 
 
 def is_rounding(where: str | None, records: tuple[Record, Record], in_float64: tuple[Record, Record]) -> bool:
-    """Whether the numbers of a line that differ are rounding alone: in float64 they are next to nothing.
+    """Whether the numbers of a line that differ are rounding alone: in float64 they agree, or are next to nothing.
 
     Args:
         where: the line.
@@ -325,7 +326,8 @@ def is_rounding(where: str | None, records: tuple[Record, Record], in_float64: t
             if not _close(one, other):
                 found = [each[place][number] for each in double if number < len(each.get(place, ()))]
                 size = max(abs(one), abs(other))
-                apart.append(len(found) == len(double) and all(abs(value) <= _NOTHING * size for value in found))
+                is_nothing = all(abs(value) <= _NOTHING * size for value in found)
+                apart.append(len(found) == len(double) and (is_nothing or _close(found[0], found[1], _EXACT)))
     return bool(apart) and all(apart)
 
 

@@ -101,3 +101,8 @@ def doubled(value: Any) -> Any:
     import torch
 
     return mapped(value, lambda tensor: tensor.double() if tensor.dtype == torch.float32 else tensor)
+
+
+def raised(value: Any) -> Any:
+    """Returns what goes into a module that computes in float64: tensors of any lower precision are float64."""
+    return mapped(value, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)

@@ -29,7 +29,7 @@ from samestep.launch.rank.observers import Observer, RankContext
 from samestep.runtime.digest import digest
 from samestep.verification.journal import TraceWriter
 from samestep.verification.recording import naming
-from samestep.verification.recording.adjusting import adjusted, doubled
+from samestep.verification.recording.adjusting import adjusted, doubled, raised
 from samestep.verification.recording.chance import Draws
 from samestep.verification.recording.containers import named_tensors
 from samestep.verification.recording.evaluations import Evaluations
@@ -295,7 +295,7 @@ class ScriptObserver(Observer, Callbacks):
         """Watches everything from now on; a run in float64 computes so from the first tensor on."""
         if self.order.get("double"):
             on_import("torch", lambda torch: torch.set_default_dtype(torch.float64))
-            on_import("torch.nn.modules.module", lambda module: module.register_module_forward_pre_hook(_double))
+            on_import("torch.nn.modules.module", lambda module: module.register_module_forward_pre_hook(self._double))
         on_import("torch.nn.modules.module", naming.remember)
         on_import("torch.distributed.checkpoint.state_dict", self._watch_state_dicts)
         if not self.order.get("chance"):
@@ -323,6 +323,36 @@ class ScriptObserver(Observer, Callbacks):
     def given(self, batch: Any) -> Any:
         """Returns a batch as the script gets it: in float64 where the run computes so."""
         return doubled(batch) if self.order.get("double") else batch
+
+    def _double(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """A forward pre-hook of all modules; only those that compute in float64 need their inputs so.
+
+        A copy of lower precision that is evaluated computes in float64, too, with its rounded parameters: the mean over
+        a batch is not rounded then, which depends on the batch.
+        """
+        import torch
+
+        from samestep.verification.recording.flat import dtype
+
+        first = next(module.parameters(recurse=False), None)
+        if first is not None and not torch.is_grad_enabled() and self._is_of_low_precision(module):
+            module.double()
+        return raised(args) if (dtype(module) if first is None else first.dtype) == torch.float64 else None
+
+    def _is_of_low_precision(self, module: Any) -> bool:
+        """Whether no optimizer holds any of its parameters, and all are in memory of their own: no part of FSDP's."""
+        import torch
+
+        from samestep.verification.recording.modes import is_plain
+
+        held = [one for optimizer in self.optimizers.all for one in of_optimizer(optimizer)]
+        own, trained = [*module.parameters()], {id(one) for one in held}
+        return all(map(is_plain, held)) and all(
+            one.dtype in {torch.bfloat16, torch.float16}
+            and one.untyped_storage().nbytes() == one.numel() * one.element_size()
+            and id(one) not in trained
+            for one in own
+        )
 
     def open_window(self, *, evaluating: bool = False) -> None:
         """Something of a window has been seen, of an evaluation or of its training."""
@@ -379,13 +409,3 @@ class ScriptObserver(Observer, Callbacks):
 
     def on_print(self, text: Callable[[], str], where: str) -> None:
         self.evaluations.printed(text, where)
-
-
-def _double(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """A forward pre-hook of all modules; only those that compute in float64 need their inputs so."""
-    import torch
-
-    from samestep.verification.recording.flat import dtype
-
-    first = next(module.parameters(recurse=False), None)
-    return doubled(args) if (dtype(module) if first is None else first.dtype) == torch.float64 else None
