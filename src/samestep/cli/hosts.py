@@ -16,7 +16,7 @@ from samestep.launch.controller import Controller, open_here
 from samestep.launch.hosts.hostlist import HostSlots, parse_hostfile, parse_hosts
 from samestep.launch.hosts.join import Replacement, start_by_transport, stop_transports, wait_for_agents
 from samestep.launch.hosts.network import addresses, interface_named
-from samestep.launch.hosts.preflight import HostRanks, RunRequest, preflight
+from samestep.launch.hosts.preflight import HostRanks, preflight
 from samestep.launch.hosts.rendezvous_file import user_secret
 from samestep.launch.hosts.secure_link import new_token
 from samestep.launch.hosts.sources import (
@@ -130,7 +130,17 @@ def open_hosts(
     try:
         with Controller(hosts) as controller:
             controller.read_streams([descriptor for one in started for descriptor in stream_descriptors(one)], _show)
-            check = partial(preflight, controller, _request(options, where))
+            named = listed(options) if options.hosts or options.hostfile else []
+            check = partial(
+                preflight,
+                controller,
+                program=options.program[0],
+                is_module=options.module,
+                ranks=options.ranks,
+                slots={host.name: host.slots for host in named},
+                interface=options.interface,
+                launcher=where.launcher if isinstance(where, NodeSpec) else None,
+            )
             if isinstance(where, TransportSpec):
                 source: TransportSource | JoinSource = TransportSource(where, started, controller, _show)
             else:
@@ -198,18 +208,6 @@ def listed(options: argparse.Namespace) -> list[HostSlots]:
 def _show(said: bytes) -> None:
     sys.stderr.write(said.decode(errors="replace"))
     sys.stderr.flush()
-
-
-def _request(options: argparse.Namespace, where: TransportSpec | NodeSpec) -> RunRequest:
-    named = listed(options) if options.hosts or options.hostfile else []
-    return RunRequest(
-        program=options.program[0],
-        is_module=options.module,
-        ranks=options.ranks,
-        slots={host.name: host.slots for host in named},
-        interface=options.interface,
-        launcher=where.launcher if isinstance(where, NodeSpec) else None,
-    )
 
 
 def forwarded_environment(more: list[str]) -> dict[str, str]:

@@ -326,15 +326,6 @@ class Controller:
         data = os.read(descriptor, 1 << 16)
         show(data) if data else self._loop.forget(descriptor)
 
-    def forget_streams(self, streams: Sequence[int]) -> None:
-        for descriptor in streams:
-            self._loop.forget(descriptor)
-
-    def send_exit(self, code: int) -> None:
-        """Lets agents that are commands of their own end as the run has ended."""
-        for host in self.hosts:
-            host.send("run_ended", exit=code)
-
     def close(self) -> None:
         """Hangs up: every agent ends what is left, and itself. Those of this host are waited for."""
         for host in self.hosts:

@@ -19,7 +19,7 @@ from samestep.events import EventFile
 from samestep.fake_gpus import VARIABLE
 from samestep.files import make_private, open_private, write_private
 from samestep.launch.controller import Controller, Interruption
-from samestep.launch.hosts.join import Replacement, ReplacementResult
+from samestep.launch.hosts.join import Replacement
 from samestep.launch.hosts.preflight import HostRanks
 from samestep.launch.local_ranks import Job
 from samestep.launch.monitor.hang import HANG_AFTER_S
@@ -167,17 +167,20 @@ def launch(spec: RunSpec, controller: Controller, replacement: Replacement | Non
         reason = _why_no_restart(result, failed_at)
         if reason is not None:
             break
-        found = _next_hosts(spec, controller, replacement)
-        if not found.parts:
-            reason = found.reason
-            if found.signal is not None:
-                result = replace(result, exit_code=128 + found.signal, interrupted=found.signal)
+        try:
+            parts = _next_hosts(spec, controller, replacement)
+        except Interruption as interruption:
+            number = interruption.args[0]
+            result = replace(result, exit_code=128 + number, interrupted=number)
+            break
+        except SamestepError as error:
+            reason = f"not started again: {error}"
             break
         cause = "\n".join(_last_lines(spec, result, restarts))
         restarts += 1
         say(cause, plain=True)
         _note_writer(spec, restarts)("restart", 0, cause, culprits)
-        before, spec = spec.size, replace(spec, parts=found.parts)
+        before, spec = spec.size, replace(spec, parts=parts)
         everybody = "the rank starts" if spec.size == 1 else f"all {spec.size} ranks start"
         fewer = "" if spec.size == before else f", {before} before"
         say(f"restart {restarts} of {spec.restarts}: {everybody} again{fewer}")
@@ -194,7 +197,8 @@ def launch(spec: RunSpec, controller: Controller, replacement: Replacement | Non
         )
     if result.exit_code == 0 and spec.events and time.time() - began > REPORT_AFTER_S:
         say(f"where the time went: samestep report {_relative(spec.directory.path)}")
-    controller.send_exit(result.exit_code)
+    for host in controller.hosts:  # agents that are commands of their own end as the run has ended
+        host.send("run_ended", exit=result.exit_code)
     return result
 
 
@@ -244,18 +248,17 @@ def _without_a_host(controller: Controller, size: int, error: SamestepError) -> 
     raise error
 
 
-def _next_hosts(spec: RunSpec, controller: Controller, replacement: Replacement | None) -> ReplacementResult:
+def _next_hosts(spec: RunSpec, controller: Controller, replacement: Replacement | None) -> tuple[HostRanks, ...]:
     lost = [host.host for host in controller.hosts if host.gone]
     if not lost:
-        return ReplacementResult(parts=spec.parts)
+        return spec.parts
     if spec.lost_host == "wait" and replacement is not None:
         return replacement.bring_back(lambda parts: controller.prepare(replace(spec, parts=parts).jobs()))
     left = tuple(part for part, host in zip(spec.parts, controller.hosts, strict=True) if not host.gone)
     if spec.lost_host != "continue" or not left:
-        names = ", ".join(lost)
-        return ReplacementResult(reason=f"not started again: host {names} is lost, and --lost-host is {spec.lost_host}")
+        raise SamestepError(f"host {', '.join(lost)} is lost, and --lost-host is {spec.lost_host}")
     controller.forget_lost()
-    return ReplacementResult(parts=left)
+    return left
 
 
 def _attempt(controller: Controller, spec: RunSpec, number: int) -> RunResult:

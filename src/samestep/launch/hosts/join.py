@@ -15,14 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from samestep.errors import RendezvousError, SamestepError, UsageError
-from samestep.launch.controller import (
-    AgentConnection,
-    Controller,
-    Interruption,
-    connection_of,
-    host_name,
-    open_here,
-)
+from samestep.launch.controller import AgentConnection, Controller, connection_of, host_name, open_here
 from samestep.launch.event_loop import Loop
 from samestep.launch.hosts.preflight import HostRanks, ordered
 from samestep.launch.hosts.secure_link import AuthenticatedLink, Listener, new_token
@@ -218,15 +211,6 @@ def wait_for_agents(node: NodeSpec, ranks: int, say: Say) -> list[AgentConnectio
 # --- replacements ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplacementResult:
-    """What a wait has led to: the parts of all hosts; else why there are none, or the signal that has ended it."""
-
-    parts: tuple[HostRanks, ...] = ()
-    reason: str | None = None
-    signal: int | None = None
-
-
 @dataclass
 class Replacement:
     """Brings back the hosts that a run has lost, between two attempts.
@@ -241,8 +225,13 @@ class Replacement:
     seconds: float
     say: Say
 
-    def bring_back(self, prepare: Callable[[tuple[HostRanks, ...]], object]) -> ReplacementResult:
-        """Waits until no host is missing, and all have been examined and prepared."""
+    def bring_back(self, prepare: Callable[[tuple[HostRanks, ...]], object]) -> tuple[HostRanks, ...]:
+        """Returns the parts of all hosts when none is missing, and all have been examined and prepared.
+
+        Raises:
+            Interruption: a signal has ended the wait.
+            SamestepError: no replacement has come, or none that fits; says why.
+        """
         self._late = self._broken_off = False
         self._new: set[int] = set()  # hosts that have connected
         self._rejected: set[int] = set()
@@ -255,10 +244,8 @@ class Replacement:
                         return self._complete(loop, prepare)
                 finally:
                     alarm.cancel()
-        except Interruption as signal:
-            return ReplacementResult(signal=signal.args[0])
         except RendezvousError as error:  # another process has the port by now
-            return ReplacementResult(reason=f"not started again: no replacement can come in: {error}")
+            raise SamestepError(f"no replacement can come in: {error}") from error
 
     @contextmanager
     def _opened(self, loop: Loop) -> Iterator[None]:
@@ -272,18 +259,26 @@ class Replacement:
             finally:
                 loop.forget(listener.fileno())
 
-    def _complete(self, loop: Loop, prepare: Callable[[tuple[HostRanks, ...]], object]) -> ReplacementResult:
+    def _complete(self, loop: Loop, prepare: Callable[[tuple[HostRanks, ...]], object]) -> tuple[HostRanks, ...]:
         while True:
             try:
                 if not self._fill(loop):
-                    return self._nobody()
+                    break
                 parts = tuple(self.preflight(lambda _: None))  # its warnings were shown at the start
                 prepare(parts)
-                return ReplacementResult(parts=parts)
             except SamestepError as fault:
                 self._broken_off = True
                 if not self._missing() and not self._reject_new(str(fault)):
-                    return ReplacementResult(reason=f"not started again: {fault}")
+                    raise SamestepError(str(fault)) from fault
+            else:
+                return parts
+        missing = self._missing()
+        names = ", ".join(host.host for host in missing.values())
+        reasons = {} if self.source is None else self.source.reasons
+        why = "; ".join(dict.fromkeys(reasons[number] for number in missing if number in reasons))
+        raise SamestepError(
+            f"no replacement came within {self.seconds:g} s for host {names}{f' ({why})' if why else ''}"
+        )
 
     def _missing(self) -> dict[int, AgentConnection]:
         return {number: host for number, host in enumerate(self.controller.hosts) if host.gone}
@@ -351,14 +346,6 @@ class Replacement:
         """Tells an agent that has connected why it cannot stay, if a user reads its output."""
         if self.source is not None and self.source.node is not None:
             reject([new.link], f"error: {reason}")
-
-    def _nobody(self) -> ReplacementResult:
-        missing = self._missing()
-        names = ", ".join(host.host for host in missing.values())
-        nobody = f"no replacement came within {self.seconds:g} s for host {names}"
-        reasons = {} if self.source is None else self.source.reasons
-        why = "; ".join(dict.fromkeys(reasons[number] for number in missing if number in reasons))
-        return ReplacementResult(reason=f"not started again: {nobody}{f' ({why})' if why else ''}")
 
     def _too_late(self, loop: Loop) -> None:
         self._late = True

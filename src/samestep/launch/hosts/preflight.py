@@ -38,54 +38,55 @@ class HostRanks:
     interface: str = "lo"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunRequest:
-    """What was asked for: the script, ranks on each host (None: one per GPU, else 1), room by host, an interface.
-
-    `launcher` is what has started the agents, if not this: its name in samestep.rankenv.
-    """
-
-    program: str
-    is_module: bool
-    ranks: int | None
-    slots: Mapping[str, int | None]
-    interface: str | None
-    launcher: str | None = None
-
-
-def preflight(controller: Controller, request: RunRequest, warn: Callable[[str], None]) -> list[HostRanks]:
+def preflight(
+    controller: Controller,
+    warn: Callable[[str], None],
+    *,
+    program: str,
+    is_module: bool,
+    ranks: int | None,
+    slots: Mapping[str, int | None],
+    interface: str | None,
+    launcher: str | None,
+) -> list[HostRanks]:
     """Returns the part of every host of `controller`, in its order; says what is amiss but not wrong.
 
-    Raises UsageError where they cannot run the script together.
+    Each host gets as many ranks as it says itself, else `ranks`, else its room in `slots`, its GPUs, or one;
+    `launcher` is what has started the agents, if not this: its name in samestep.rankenv. Raises UsageError where they
+    cannot run the script together.
     """
     labels = unique_names([host.host for host in controller.hosts])
     label_of = dict(zip(controller.hosts, labels, strict=True))
-    program = {"program": request.program, "is_module": request.is_module}
-    answers = controller.ask("inspect", "info", lambda host: {**program, "name": label_of[host]})
+    script = {"program": program, "is_module": is_module}
+    answers = controller.ask("inspect", "info", lambda host: {**script, "name": label_of[host]})
     infos = [from_json(HostInfo, answer["info"]) for answer in answers]
-    targets = _open_probes(controller, infos, request.interface)
+    targets = _open_probes(controller, infos, interface)
 
     def others(host: AgentConnection) -> dict[str, object]:
         theirs = {label: asdict(target) for label, target in targets.items() if label != label_of[host]}
-        return {"targets": theirs, "interface": request.interface}
+        return {"targets": theirs, "interface": interface}
 
     found = controller.ask("probe", "probed", others)
     for host in controller.hosts:
         host.send("close_probe")
-    counts = {label: _count(info, request) for label, info in zip(labels, infos, strict=True)}
+    counts = {
+        label: (ranks or slots.get(label) or info.gpus or 1) if info.ranks is None else info.ranks
+        for label, info in zip(labels, infos, strict=True)
+    }
     fault = next((answer["fault"] for answer in found if "fault" in answer), None) or mismatch(
         infos,
         {label: answer["reached"] for label, answer in zip(labels, found, strict=True) if "reached" in answer},
-        request.program,
-        {label: (counts[label], limit) for label in labels if (limit := request.slots.get(label)) is not None},
-        own=digest(request.program, is_module=request.is_module),
-        interface=request.interface,
+        program,
+        {label: (counts[label], limit) for label in labels if (limit := slots.get(label)) is not None},
+        own=digest(program, is_module=is_module),
+        interface=interface,
     )
     if fault is not None:
         raise UsageError(fault)
-    for warning in binding_warnings(infos, request.launcher):
+    for warning in binding_warnings(infos, launcher):
         warn(warning)
-    alone = one_machine(controller.hosts)  # then no other host needs to reach the store
+    here = {interface.address for interface in addresses()}
+    alone = all(host.address is None or host.address in here for host in controller.hosts)  # the store is for no other
     machines = [(info.host, targets[label].address) for label, info in zip(labels, infos, strict=True)]
     return [
         HostRanks(
@@ -137,23 +138,11 @@ def binding_warnings(infos: Sequence[HostInfo], launcher: str | None) -> list[st
     return [warning for warning in found if warning is not None]
 
 
-def one_machine(hosts: Sequence[AgentConnection]) -> bool:
-    own = {interface.address for interface in addresses()}
-    return all(host.address is None or host.address in own for host in hosts)
-
-
 def _address(host: AgentConnection, controller: Controller) -> str:
     """Returns where others reach a host: where this process does, and its own address where the others did."""
     if host.address is not None:
         return host.address
     return next((other.local_address for other in controller.hosts if other.local_address is not None), "127.0.0.1")
-
-
-def _count(info: HostInfo, request: RunRequest) -> int:
-    """Returns how many ranks a host gets: what was said there, else for all, else its room, its GPUs, or one."""
-    if info.ranks is not None:
-        return info.ranks
-    return request.ranks or request.slots.get(info.name) or info.gpus or 1
 
 
 def ordered(

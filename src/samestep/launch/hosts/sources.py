@@ -303,7 +303,8 @@ class TransportSource:
         self._forget(current.started)
 
     def _forget(self, one: Started) -> None:
-        self._controller.forget_streams(stream_descriptors(one))
+        for descriptor in stream_descriptors(one):
+            self._loop.forget(descriptor)
         self._started.remove(one)
         one.end()
 
