@@ -57,15 +57,15 @@ class Layout(ctypes.Structure):
 class Progress:
     """What a record says; times are in seconds of the monotonic clock, None before the first."""
 
-    process: int
-    step: int
-    changed: float | None
-    phase: str
-    phase_since: float | None
-    entered: int
-    left: int
-    operation: str
-    site: str
+    process: int = 0
+    step: int = 0
+    changed: float | None = None
+    phase: str = ""
+    phase_since: float | None = None
+    entered: int = 0
+    left: int = 0
+    operation: str = ""
+    site: str = ""
     waited: float = 0.0  # these four up to the end of the last step
     data: float = 0.0
     non_training: float = 0.0

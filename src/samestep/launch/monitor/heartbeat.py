@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +29,18 @@ _KEPT = 200  # steps whose durations are kept
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankHeartbeat:
+class RankHeartbeat(Progress):
+    """What a rank's record says, and how its process is.
+
+    Its operation is BACKWARD in the collectives of a backward pass; "" as its site outside of any.
+    """
+
     rank: int
     pid: int
-    step: int  # optimizer steps finished
     since_progress: float  # seconds since its record changed
     since_activity: float  # seconds since it, or a child of it, has computed, read or written
     state: str  # the kernel's letter for its main thread
-    entered: int  # collectives
-    operation: str  # the collective that it is in, BACKWARD for those of a backward pass; "" outside of any
-    site: str  # where the script called it
-    phase: str  # as in its record
     p99_step: float  # seconds that 99 of 100 of its steps do not exceed
-    callee: int = -1  # the rank that its oldest call of torch.distributed.rpc waits for, -1 without one
-    call: str = ""  # the function called, or SHUTDOWN in rpc.shutdown
-    call_site: str = ""
-    serving: str = ""  # the function that runs longest here for another rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,22 +130,16 @@ class HeartbeatMonitor:
 
 def _heartbeat(rank: int, pid: int, record: Progress, seen: _Seen, state: str, now: float) -> RankHeartbeat:
     durations = sorted(seen.durations)
+    if not record.in_collective:
+        record = replace(record, operation=BACKWARD if record.phase == "wait" else "", site="")
     return RankHeartbeat(
+        **vars(record),
         rank=rank,
         pid=pid,
-        step=record.step,
         since_progress=now - seen.progressed,
         since_activity=now - seen.active,
         state=state,
-        entered=record.entered,
-        operation=record.operation if record.in_collective else BACKWARD if record.phase == "wait" else "",
-        site=record.site if record.in_collective else "",
-        phase=record.phase,
         p99_step=durations[int(0.99 * (len(durations) - 1))] if durations else 0.0,
-        callee=record.callee,
-        call=record.call,
-        call_site=record.call_site,
-        serving=record.serving,
     )
 
 
