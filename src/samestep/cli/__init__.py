@@ -15,9 +15,6 @@ from samestep.errors import SamestepError, UsageError
 from samestep.launch.start import early_agent
 from samestep.rankenv import set_variables, variable
 
-__all__ = ["main"]
-
-
 COMMANDS = {  # each a module of this package with `main(arguments: Sequence[str]) -> int`; and its line in the help
     "run": "start a script on N processes, here or on several hosts",
     "verify": "prove that N processes train as one, or name what is different",

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 
 from samestep.bench import BENCHMARKS, benchmark, load
 from samestep.bench.harness import Comparison, Options, Report, check_plot, draw
-from samestep.cli.checks import check_json, warn_of_others, write_json
+from samestep.cli.checks import check_outputs, warn_of_others, write_json
 from samestep.cli.options import Parser, whole
 from samestep.errors import UsageError
+from samestep.files import write_atomic
 from samestep.rankenv import read_rank_variables
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-__all__ = ["main"]
 
 DESCRIPTION = """Times samestep against the code it stands in for, side by side in the same processes.
 
@@ -59,9 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         check_plot(options.name)
     if options.write is not None and options.name != "links":
         raise UsageError(f"--write keeps the cluster file of `samestep bench links`, and this is {options.name}")
-    for name in ("json", "write", "plot"):
-        if (path := getattr(options, name)) is not None:
-            check_json(path, f"--{name}")
+    check_outputs(options, "json", "write", "plot")
     started = read_rank_variables()
     if started is not None and started.size > 1 and not chosen.joins:
         raise UsageError(
@@ -75,17 +72,11 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     _show(report)
     if options.write is not None:
-        _write(options.write, report.file)
+        write_atomic(options.write, [report.file])
+        print(f"{options.write} is written: samestep plan --cluster {shlex.quote(str(options.write))} train.py")
     if options.plot is not None:
         draw(report, options.plot)
     return write_json(options.json, report.as_json())
-
-
-def _write(file: Path, text: str) -> None:
-    from samestep.files import write_atomic
-
-    write_atomic(file, [text])
-    print(f"{file} is written: samestep plan --cluster {shlex.quote(str(file))} train.py")
 
 
 def _parser() -> Parser:

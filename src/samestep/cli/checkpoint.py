@@ -27,7 +27,7 @@ from samestep.checkpoints.inspection import (
 )
 from samestep.checkpoints.integrity import ForeignError, payloads
 from samestep.checkpoints.manifest import Manifest
-from samestep.cli.checks import check_json, write_json
+from samestep.cli.checks import check_outputs, write_json
 from samestep.cli.options import Parser, some_seconds, whole
 from samestep.errors import CheckpointError, UsageError
 from samestep.text import escape_control, format_bytes, plural
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
     from rich.tree import Tree
-
-__all__ = ["main"]
 
 OURS, TORCH, DCP = "samestep", "pt", "dcp"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -69,8 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse(arguments)
     if options.action != "convert":
         _refuse(options, "destination", "to", "kind", "step", "epoch", "timeout")
-        if options.json is not None:
-            check_json(options.json)
+        check_outputs(options, "json")
         return ACTIONS[options.action](options)
     if options.destination is None:
         raise UsageError("convert needs two paths: `samestep checkpoint convert runs/digits model.pt`")
@@ -291,8 +288,9 @@ def _convert(options: argparse.Namespace) -> int:
     source, destination = options.path, options.destination
     if not source.exists() and destination.exists():
         raise UsageError(f"{source} is not there, and {destination} is: give what is converted first, then a new name")
-    if (file := _file_in_the_way(destination)) is not None:
-        raise UsageError(f"{destination} cannot be written: {file} is a file, not a directory; give another name")
+    for folder in destination.parents:
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{destination} cannot be written: {folder} is a file, not a directory; give another name")
     given = _format_of(source)
     wanted = options.to or (TORCH if destination.suffix in SUFFIXES else DCP if given == OURS else OURS)
     if destination.exists() or destination.is_symlink():
@@ -311,10 +309,6 @@ def _convert(options: argparse.Namespace) -> int:
         _through_ours(options, source, destination, wanted)
     print(f"{source} ({given}) is now {destination} ({wanted}) too")
     return 0
-
-
-def _file_in_the_way(destination: Path) -> Path | None:
-    return next((folder for folder in destination.parents if folder.exists() and not folder.is_dir()), None)
 
 
 def _format_of(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -21,14 +22,19 @@ BUSY = 0.25  # of the cores: a desktop uses less
 SHELL = re.compile(rb"#!.*\b((?:ba|da|z|k)?sh)\b")
 
 
-def check_json(file: Path, option: str = "--json") -> None:
-    """Sees before the training, rather than after it, whether its result can be written."""
-    if file.is_dir():
-        raise UsageError(f"{option} {file} is a directory: name a file")
-    if not file.parent.is_dir():
-        raise UsageError(f"{option} {file} cannot be written: there is no directory {file.parent}; make it first")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise UsageError(f"{option} {file} cannot be written: you may not write there; name another file")
+def check_outputs(options: argparse.Namespace, *names: str) -> None:
+    """Sees before the training, rather than after it, whether the files of these options can be written."""
+    for name in names:
+        file: Path | None = getattr(options, name)
+        if file is None:
+            continue
+        option = f"--{name.replace('_', '-')} {file}"
+        if file.is_dir():
+            raise UsageError(f"{option} is a directory: name a file")
+        if not file.parent.is_dir():
+            raise UsageError(f"{option} cannot be written: there is no directory {file.parent}; make it first")
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise UsageError(f"{option} cannot be written: you may not write there; name another file")
 
 
 def check_run_path(path: Path) -> None:

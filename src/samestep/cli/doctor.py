@@ -10,14 +10,12 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from samestep.cli.checks import check_json, write_json
+from samestep.cli.checks import check_outputs, write_json
 from samestep.cli.options import Parser
 from samestep.doctor.finding import Finding, worst_level
 from samestep.errors import RankVariablesError, UsageError
 from samestep.rankenv import RankVariables, read_rank_variables
 from samestep.text import escape_control
-
-__all__ = ["main"]
 
 DESCRIPTION = """Looks at this machine, or at several, as a training would find them: versions that do not fit, GPUs in
 use, cores and memory, /dev/shm, limits, the disk, names and networks, variables that surprise; and two
@@ -52,8 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse(arguments)
     if options.all and options.wrong:
         raise UsageError("--all and --wrong exclude each other: give one of them")
-    if options.json is not None and str(options.json) != STANDARD:
-        check_json(options.json)
+    if str(options.json) != STANDARD:
+        check_outputs(options, "json")
     lines, shows = _look(options)
     code = int(worst_level(lines) == "error")
     return _tell(lines, options, code) if shows else code

@@ -9,17 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.cli.checks import check_json, check_program, warn_of_others
+from samestep.cli.checks import check_outputs, check_program, warn_of_others
 from samestep.cli.options import Parser, whole
 from samestep.errors import UsageError
+from samestep.files import write_atomic
 from samestep.launch.output.console import say
 
 if TYPE_CHECKING:
     from samestep.network.cluster import Cluster
     from samestep.planning.plan import TrainingPlan
     from samestep.planning.profile import Profile
-
-__all__ = ["main"]
 
 DESCRIPTION = """Predicts what a step of a training takes on 1, 2, 4, … processes of a cluster: data parallel, as a
 pipeline, or both; which all-reduce and which buckets are fastest there, what limits it, what to change next.
@@ -137,9 +136,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.program:
         check_program(options.program[0], is_module=options.module)
         _tell_misplaced(options.program)
-    for name in ("save_profile", "apply", "picture", "json"):
-        if (path := getattr(options, name)) is not None:
-            check_json(path, f"--{name.replace('_', '-')}")
+    check_outputs(options, "save_profile", "apply", "picture", "json")
     if options.picture is not None:
         from samestep.reporting.page import check_library
 
@@ -184,8 +181,6 @@ def _profile(options: argparse.Namespace) -> Profile:
 
 
 def _write(options: argparse.Namespace, found: TrainingPlan) -> None:
-    from samestep.files import write_atomic
-
     if options.json is not None:
         write_atomic(options.json, [json.dumps(found.as_json(), indent=2, allow_nan=False), "\n"])
     if options.picture is not None:

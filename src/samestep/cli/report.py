@@ -16,8 +16,6 @@ from samestep.errors import UsageError
 from samestep.files import write_atomic
 from samestep.text import escape_control
 
-__all__ = ["main"]
-
 DESCRIPTION = """Makes a page of a run: is it the same training, where does the time go, what to change and what that
 would gain; curves of what was logged, what every rank did in chosen steps, slow ranks, pipelines, the data's ledger,
 checkpoints, findings. The page is one file that opens without a network. A run that goes on is shown as far as it is.

@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from samestep.cli.checks import check_json, check_program, check_run_path, run_path, write_json
+from samestep.cli.checks import check_outputs, check_program, check_run_path, run_path, write_json
 from samestep.cli.hosts import (
     add_options,
     forwarded_environment,
@@ -45,8 +45,6 @@ from samestep.launch.supervisor import DEFAULT_GRACE_S
 from samestep.paths import RunDirectory, rank_file
 from samestep.rankenv import set_variables, variable
 from samestep.verification.online.outcome import online_outcome
-
-__all__ = ["main"]
 
 DESCRIPTION = """Starts a script on N processes (ranks) of this machine, or of several, and waits for them.
 
@@ -114,8 +112,7 @@ def main(arguments: Sequence[str]) -> int:
             return run_foreground_agent(where, local_rank_count(options, where), say)
     if where is None and options.lost_host == "continue":
         raise UsageError("--lost-host continue goes on with the hosts that are left, and this is the only one")
-    if options.json is not None:
-        check_json(options.json)
+    check_outputs(options, "json")
     path = run_path(options.run_dir, options.program[0])
     check_run_path(path)
     with open_hosts(options, where) as (controller, parts, replacement):
@@ -213,8 +210,7 @@ def _queue(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.dry_run:
         print(script, end="")
         return 0
-    if options.json is not None:
-        check_json(options.json)
+    check_outputs(options, "json")
     number = submit(script, path)
     print(f"job {number} is queued; its output comes to {path}/slurm-{number}.out")
     return 0

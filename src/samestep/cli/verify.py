@@ -8,13 +8,12 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import NoReturn, Self
+from typing import NoReturn
 
-from samestep.cli.checks import check_json, check_program, write_json, write_text
+from samestep.cli.checks import check_outputs, check_program, write_json, write_text
 from samestep.cli.options import Parser, add_fake_gpus, add_local_rank, some_seconds, whole
 from samestep.errors import UsageError
 from samestep.fake_gpus import VARIABLE, about_fake_gpus
@@ -27,8 +26,6 @@ from samestep.verification.findings import EXIT_CODES
 from samestep.verification.pages import KINDS, PAGES, explanation
 from samestep.verification.recording.limit import STEPS
 from samestep.verification.runs import HANG_TIMEOUT_S, Script
-
-__all__ = ["main"]
 
 DESCRIPTION = """Checks that a script trains on N processes as it does on one, or names what is different.
 
@@ -61,9 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError("no script is given: `samestep verify train.py`, or `-m module`")
     program, *rest = options.program
     check_program(program, is_module=options.module)
-    for option in ("json", "markdown"):
-        if getattr(options, option) is not None:
-            check_json(getattr(options, option), f"--{option}")
+    check_outputs(options, "json", "markdown")
     if options.mpi:
         mpiexec.mpiexec()  # there is one
     how = {"is_module": options.module, "mpi": options.mpi, "local_rank": options.local_rank}
@@ -97,27 +92,22 @@ def _ending(*numbers: int) -> Iterator[None]:
             signal.signal(number, before[number])
 
 
-class _Progress:
-    """Shows progress on standard error; on a terminal in one line, which is erased at the end."""
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Yields what shows progress on standard error; on a terminal in one line, which is erased at the end."""
+    is_terminal, began = sys.stderr.isatty(), time.monotonic()
 
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._began = time.monotonic()
+    def show(what: str) -> None:
+        line = f"samestep: {time.monotonic() - began:4.0f} s  {what}"
+        sys.stderr.write(f"\r\x1b[K{line}" if is_terminal else f"{line}\n")
+        sys.stderr.flush()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._is_terminal:
+    try:
+        yield show
+    finally:
+        if is_terminal:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
-
-    def say(self, what: str) -> None:
-        line = f"samestep: {time.monotonic() - self._began:4.0f} s  {what}"
-        sys.stderr.write(f"\r\x1b[K{line}" if self._is_terminal else f"{line}\n")
-        sys.stderr.flush()
 
 
 def _verify(options: argparse.Namespace, script: Script) -> int:
@@ -128,9 +118,9 @@ def _verify(options: argparse.Namespace, script: Script) -> int:
         set_variables({VARIABLE: str(options.fake_gpus or options.ranks)})  # all runs of the script find it
         for line in about_fake_gpus(options.fake_gpus, options.ranks, visible_gpus()):
             say(line)
-    with _ending(signal.SIGTERM, signal.SIGHUP), _Progress() as progress:
+    with _ending(signal.SIGTERM, signal.SIGHUP), _progress() as progress:
         check_room(options.ranks)
-        report = examine(script, options.ranks, steps=options.steps, still_s=options.timeout, say=progress.say)
+        report = examine(script, options.ranks, steps=options.steps, still_s=options.timeout, say=progress)
     print(shown(report, verbose=options.verbose), end="")
     said = [report.inconclusive or "", *(finding.cause for finding in report.findings)]  # as yet unbroken into lines
     if options.fake_gpus is None and not variable(VARIABLE) and wants_gpus(said) and visible_gpus() < options.ranks:

@@ -11,8 +11,6 @@ from pathlib import Path
 from samestep.cli.options import Parser
 from samestep.errors import UsageError
 
-__all__ = ["main"]
-
 DESCRIPTION = """Shows a run of `samestep run` while it goes on, or after its end: where each rank's last steps
 went, what it is at, what the launcher and --check have found, what the ranks print. It only reads the
 run directory; the run takes no notice.
