@@ -48,8 +48,8 @@ CONNECT_S = 10.0  # in which the controller must be found
 class JoinInfo:
     """What an agent on another host must know to connect; one JSON line.
 
-    `addresses` and `port` are the controller's; `name` is what it calls this host, `index` its place among the hosts
-    and `ranks` how many it brings, where that is known.
+    `addresses` and `port` are the controller's; `index` is the host's place among the hosts and `ranks` how many it
+    brings, where that is known.
     """
 
     addresses: tuple[str, ...]
@@ -57,13 +57,17 @@ class JoinInfo:
     token: str
     directory: str = "."
     variables: dict[str, str] = field(default_factory=dict)
-    name: str | None = None
     index: int | None = None
     ranks: int | None = None
 
 
 class Agent:
-    def __init__(self, link: Link, info: JoinInfo | None = None) -> None:
+    """Serves a controller; where it is told how it joined, that is on another host.
+
+    When the input `lifeline` ends, the transport is gone, and it ends as if the controller had hung up.
+    """
+
+    def __init__(self, link: Link, info: JoinInfo | None = None, lifeline: int | None = None) -> None:
         self._link = link
         self._info = info
         self._loop = Loop()
@@ -72,6 +76,8 @@ class Agent:
         self._listener: socket.socket | None = None
         self._probe_server: ProbeServer | None = None
         self.exit_code: int | None = None  # of the run, if the controller told it
+        if lifeline is not None:
+            self._loop.watch(lifeline, partial(self._read_lifeline, lifeline))
 
     def serve(self) -> None:
         """Carries out commands until the connection ends, then ends everything.
@@ -91,10 +97,6 @@ class Agent:
                 self._loop.run()
             finally:
                 self._ranks.kill_all()
-
-    def stop_with(self, lifeline: int) -> None:
-        """Ends as if the controller had hung up when the input `lifeline` ends: the transport is gone."""
-        self._loop.watch(lifeline, partial(self._read_lifeline, lifeline))
 
     def _read_lifeline(self, lifeline: int) -> None:
         if not os.read(lifeline, 4096):
@@ -237,7 +239,7 @@ def main() -> int:
     try:
         os.chdir(info.directory)
         set_variables(info.variables)
-        about = {"name": info.name, "host": socket.gethostname(), "index": info.index}
+        about = {"host": socket.gethostname(), "index": info.index}
         link = connect(info.addresses, info.port, info.token, about, seconds=CONNECT_S, patient=False)
     except OSError as error:
         sys.stderr.write(f"samestep: error: cannot work in {info.directory} here: {error.strerror}\n")
@@ -245,9 +247,7 @@ def main() -> int:
     except RendezvousError as error:
         sys.stderr.write(f"samestep: error: {error}\n")
         return 2
-    agent = Agent(link, info)
-    agent.stop_with(0)
-    agent.serve()
+    Agent(link, info, lifeline=0).serve()
     return 0
 
 

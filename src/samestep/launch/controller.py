@@ -73,7 +73,7 @@ def host_name(link: AuthenticatedLink) -> str:
 
 
 def connection_of(link: AuthenticatedLink) -> AgentConnection:
-    host = AgentConnection(str(link.peer_info.get("name") or host_name(link)), link, 0)
+    host = AgentConnection(host_name(link), link, 0)
     host.address, host.local_address = link.address[0], link.local_address
     return host
 

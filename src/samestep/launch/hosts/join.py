@@ -75,7 +75,9 @@ class AgentJoin:
         monitors = [TransportMonitor(self.loop, one, self._failed, python) for one in started]
         self._seconds = seconds
         self.loop.at(seconds, self._too_late)
-        self.loop.at(SAY_AFTER_S, self._say_for_whom)
+        self.loop.at(
+            SAY_AFTER_S, lambda: self._say(f"waiting for up to {seconds:g} s for {self._missing()}{self.where}")
+        )
         try:
             self.loop.run()
         except BaseException:
@@ -140,16 +142,13 @@ class AgentJoin:
             self.loop.at(TOGETHER_S, self.loop.stop)
 
     def _name(self, link: AuthenticatedLink) -> str:
-        index, own = link.peer_info.get("index"), link.peer_info.get("name") or host_name(link)
-        return next((name for name in self.expected if name.endswith(f" {index}")), str(own))
+        index = link.peer_info.get("index")
+        return next((name for name in self.expected if name.endswith(f" {index}")), host_name(link))
 
     def _missing(self) -> str:
         known = {self._name(link) for link in self._links}
         names = [name for name in self.expected if name not in known] or self.expected
         return ", ".join(names if len(names) <= MOST_NAMES else [*names[:MOST_NAMES], "…"])
-
-    def _say_for_whom(self) -> None:
-        self._say(f"waiting for up to {self._seconds:g} s for {self._missing()}{self.where}")
 
     def _too_late(self) -> None:
         missing, of = len(self.expected) - len(self._links), len(self.expected)
