@@ -231,12 +231,20 @@ def _or_null(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or fits(value)
 
 
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_number, value.values()))
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
 
 
-def _are_values(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_number(one) or one in ("nan", "inf", "-inf") for one in value.values())
+def _table_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+
+
+def _is_value(value: Any) -> bool:
+    return _is_number(value) or value in ("nan", "inf", "-inf")
+
+
+def _is_action(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 5 and isinstance(value[0], str) and all(map(_is_number, value[1:]))
 
 
 def _are_spans(value: Any) -> bool:
@@ -262,20 +270,9 @@ def _are_buckets(value: Any) -> bool:
     return True
 
 
-def _are_actions(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(one, list) and len(one) == 5 and isinstance(one[0], str) and all(map(_is_number, one[1:]))
-        for one in value
-    )
-
-
-def _are_ranks(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_whole, value))
-
-
 _NUMBERS = {int, float}
 _MOST = 1e300
-_ABOUT_RANKS: dict[str, Callable[[Any], bool]] = {"text": _is_text, "ranks": _are_ranks}
+_ABOUT_RANKS: dict[str, Callable[[Any], bool]] = {"text": _is_text, "ranks": _list_of(_is_whole)}
 KINDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # kind -> field -> its check
     # a rank's script begins
     "begin": {"host": _is_text, "pid": _is_whole, "size": _is_whole, "python": _is_text},
@@ -290,18 +287,18 @@ KINDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # kind -> field -> its c
     "step": {
         "steps": _is_whole,
         "seconds": _is_number,
-        "spent": _are_numbers,  # by phase, sums over `steps` steps; what did not occur is absent
+        "spent": _table_of(_is_number),  # by phase, sums over `steps` steps; what did not occur is absent
         "spans": _are_spans,  # [phase, begin, length] in microseconds; a collective with name and line
         "more": _is_whole,  # spans left out of a step that has too many
         "buckets": _are_buckets,  # [number, bytes, ready, begun, done], null where torch does not say
-        "work": _are_numbers,  # this rank's share of the last step: samples, weight, epoch
+        "work": _table_of(_is_number),  # this rank's share of the last step: samples, weight, epoch
     },
     # numbers that the script logged
-    "values": {"values": _are_values},
+    "values": {"values": _table_of(_is_value)},
     # something was saved by samestep.checkpoint
     "checkpoint": {"seconds": _is_number, "path": _is_text, "bytes": _is_whole, "reason": _or_null(_is_text)},
     # of a step: [kind, stage, micro-batch, begin, end]
-    "pipeline": {"schedule": _is_text, "stages": _is_whole, "actions": _are_actions},
+    "pipeline": {"schedule": _is_text, "stages": _is_whole, "actions": _list_of(_is_action)},
     # the exception in a line, or the lost peers, or null
     "end": {"error": _or_null(_is_text)},
     # what the writer had no room for
