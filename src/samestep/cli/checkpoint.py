@@ -171,7 +171,14 @@ def _show(options: argparse.Namespace) -> int:
     for name, state in data_positions(manifest):
         console.print(f"{escape_control(name)}: {_position(state)}")
     _show_tensors(console, manifest, expand=options.all)
-    found = {**_as_json(one), "objects": [vars(part) for part in objects(manifest)], **_rest(manifest)}
+    found = {
+        **_as_json(one),
+        **{name: getattr(manifest, name) for name in ("samestep", "torch", "command", "settings", "tensors", "parts")},
+        "objects": [vars(part) for part in objects(manifest)],
+        "virtual_ranks": virtual_ranks(manifest),
+        "data": dict(data_positions(manifest)),
+        "files": list(payloads(manifest)),
+    }
     return write_json(options.json, found, int(one.problem is not None))
 
 
@@ -199,14 +206,8 @@ def _show_parts(console: Console, manifest: Manifest) -> None:
         table.add_column(heading, justify="right")
     for part in objects(manifest):
         steered = "" if part.parameters is None else f"{part.parameters:,}"
-        row = (
-            escape_control(part.name),
-            escape_control(part.kind),
-            str(part.tensors),
-            f"{part.values:,}",
-            format_bytes(part.size),
-        )
-        table.add_row(*row, steered)
+        names = map(escape_control, (part.name, part.kind))
+        table.add_row(*names, str(part.tensors), f"{part.values:,}", format_bytes(part.size), steered)
     console.print(table)
 
 
@@ -236,20 +237,6 @@ def _grow(tree: Tree, branch: TreeNode) -> None:
     node = tree.add(escape_control(f"{branch.name}{form}  {format_bytes(branch.size)}"))
     for further in branch.branches:
         _grow(node, further)
-
-
-def _rest(manifest: Manifest) -> dict[str, Any]:
-    return {
-        "virtual_ranks": virtual_ranks(manifest),
-        "samestep": manifest.samestep,
-        "torch": manifest.torch,
-        "command": manifest.command,
-        "settings": manifest.settings,
-        "data": dict(data_positions(manifest)),
-        "tensors": manifest.tensors,
-        "files": list(payloads(manifest)),
-        "parts": manifest.parts,
-    }
 
 
 # --- verify -----------------------------------------------------------------------------------------

@@ -57,10 +57,9 @@ def _exists(path: Path) -> bool:
 
 def check_program(program: str, *, is_module: bool) -> None:
     """Raises UsageError where there is no such script or module."""
-    _check_module(program) if is_module else _check_script(program)
-
-
-def _check_script(program: str) -> None:
+    if is_module:
+        _check_module(program)
+        return
     path = Path(program)
     if path.is_dir() and not (path / "__main__.py").exists():
         raise UsageError(f"{program} is a directory without a __main__.py: name a script")
