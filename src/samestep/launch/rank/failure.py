@@ -224,7 +224,7 @@ def _raised_in_call(message: str, called: re.Match[str], failure: FailureRecord)
 
 def _place_in_traceback(text: str) -> tuple[str | None, str | None]:
     frames = [traceback.FrameSummary(file, int(line), name) for file, line, name in _SPAWNED_FRAME.findall(text)]
-    return own_line(traceback.StackSummary.from_list(frames))
+    return own_line(frames)
 
 
 # --- ranks that the script spawned ----------------------------------------------------------------

@@ -67,14 +67,11 @@ def _look_first_in(folder: str) -> None:
     started by python alone, the script would find its own. Whoever has imported python's already keeps it.
     """
     hidden = set(sys.modules) & set(sys.stdlib_module_names) - EARLIEST - set(sys.builtin_module_names)
-    names = {name for name in hidden & set(_modules_in(folder)) if not _comes_from(folder, name)}
+    files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in hidden & set(_modules_in(folder))}
+    names = {name for name, file in files.items() if not file.startswith(f"{folder}/")}
     for name in [name for name in sys.modules if name.partition(".")[0] in names]:
         del sys.modules[name]
     sys.path.insert(0, folder)
-
-
-def _comes_from(folder: str, name: str) -> bool:
-    return (getattr(sys.modules[name], "__file__", None) or "").startswith(f"{folder}/")
 
 
 def _modules_in(folder: str) -> Iterable[str]:

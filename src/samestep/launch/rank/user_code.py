@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -105,12 +105,12 @@ def user_line(trace: TracebackType | None) -> tuple[str | None, str | None]:
     return own_line(traceback.extract_tb(below_the_launcher(trace) or trace))
 
 
-def own_line(frames: traceback.StackSummary) -> tuple[str | None, str | None]:
+def own_line(frames: Sequence[traceback.FrameSummary]) -> tuple[str | None, str | None]:
     """Returns "file:line" and text of the last of `frames` that is the user's own, or of the last at all."""
     if not frames:
         return None, None
     own = [frame for frame in frames if is_user_file(frame.filename)]
-    frame = (own or list(frames))[-1]
+    frame = (own or frames)[-1]
     text = linecache.getline(frame.filename, frame.lineno or 0).strip() or frame.line
     return f"{relative_path(frame.filename)}:{frame.lineno}", text
 
@@ -141,30 +141,22 @@ def place_in(text: str, frame: str | None = None) -> tuple[str | None, str | Non
     >>> place_in('Current thread 0x0 (most recent call first):\n  File "a.py", line 3 in f\n')[0]
     'a.py:3'
     """
-    threads: list[list[str]] = []
+    threads: list[list[re.Match[str]]] = []
     current = found = None
     for line in text.splitlines():
         if _THREAD.match(line):
             threads.append([])
             current = len(threads) - 1 if line.startswith(("Current", "Main")) else current
-        elif threads and _FRAME.match(line):
-            threads[-1].append(line)
+        elif threads and (match := _FRAME.match(line)) is not None:
+            threads[-1].append(match)
             if found is None and frame is not None and line.endswith(frame):
                 found = len(threads) - 1
     if not threads:
         return None, None
     chosen = current if found is None else found
-    return own_line(_summary(threads[-1 if chosen is None else chosen]))  # the main thread is written last
-
-
-def _summary(lines: list[str]) -> traceback.StackSummary:
-    frames = []
-    for line in reversed(lines):
-        match = _FRAME.match(line)
-        if match is not None and match["line"].isdigit():
-            text = linecache.getline(match["file"], int(match["line"])).strip()
-            frames.append(traceback.FrameSummary(match["file"], int(match["line"]), match["name"], line=text))
-    return traceback.StackSummary.from_list(frames)
+    frames = [each for each in reversed(threads[-1 if chosen is None else chosen]) if each["line"].isdigit()]
+    # the main thread is written last
+    return own_line([traceback.FrameSummary(each["file"], int(each["line"]), each["name"]) for each in frames])
 
 
 # --- warnings -------------------------------------------------------------------------------------
