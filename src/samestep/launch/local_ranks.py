@@ -13,11 +13,11 @@ import subprocess
 import sys
 import tempfile
 import termios
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO
 
 from samestep import progress
 from samestep.launch.cpus import pin, read_cores
@@ -69,12 +69,6 @@ class Job:
     pinned: bool = False
 
 
-class Send(Protocol):
-    """Passes one message on; `payload` holds bytes of output."""
-
-    def __call__(self, kind: str, payload: bytes = b"", **body: Any) -> None: ...
-
-
 class _LocalRank(RankProcess):
     def __init__(
         self, rank: int, process: Process, pipe: Link, stacks: IO[bytes], record: int, outputs: dict[int, str]
@@ -87,9 +81,9 @@ class _LocalRank(RankProcess):
 
 
 class LocalRanks:
-    """The ranks of one host; `send` passes their messages on."""
+    """The ranks of one host; `send` passes their messages on: the kind, bytes of output, and the body by name."""
 
-    def __init__(self, loop: Loop, send: Send) -> None:
+    def __init__(self, loop: Loop, send: Callable[..., None]) -> None:
         self._loop = loop
         self._send = send
         self._ranks: dict[int, _LocalRank] = {}
@@ -126,16 +120,12 @@ class LocalRanks:
             listener.close()  # rank 0's alone by now: when it ends, peers are refused rather than left waiting
 
     def _start(self, job: Job, local_rank: int, listener: socket.socket | None) -> None:
-        rank = job.ranks[local_rank]
+        rank, variables = job.ranks[local_rank], job.variables[local_rank]
         ours, theirs = socket.socketpair()
         stacks = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the rank)
         record = progress.create()
         outputs, sinks = self._open_streams(job, rank)
-        option = (
-            ()
-            if job.local_rank_option is None
-            else (f"{job.local_rank_option}={job.variables[local_rank]['LOCAL_RANK']}",)
-        )
+        option = [] if job.local_rank_option is None else [f"{job.local_rank_option}={variables['LOCAL_RANK']}"]
         task = RankTask(
             program=(job.program, *option, *job.arguments),
             is_module=job.is_module,
@@ -145,8 +135,16 @@ class LocalRanks:
             progress=record,
         )
         channel = mpi_channel() if len(job.ranks) == 1 else []
-        environment = child_environment(job.variables[local_rank])
-        process = self._begin(task, environment, sinks, channel, reads=job.reads)
+        environment, out, err = child_environment(variables), sinks["out"], sinks["err"]
+        process: Process
+        if self._forks:
+            stdin = 0 if job.reads else None
+            process = fork(task, environment, stdin=stdin, stdout=out, stderr=err, keep=channel)
+        else:
+            stdin = None if job.reads else subprocess.DEVNULL
+            keep = [*task.descriptors(), *channel]
+            process = start(task.command(), environment, keep=keep, stdin=stdin, stdout=out, stderr=err)
+            restore_file_limit(process.pid)
         theirs.close()
         for sink in sinks.values():
             os.close(sink)
@@ -154,18 +152,6 @@ class LocalRanks:
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(process.pid, pin(read_cores(), len(job.ranks), local_rank))
         self._watch(_LocalRank(rank, process, Link(ours), stacks, record, outputs))
-
-    def _begin(
-        self, task: RankTask, environment: dict[str, str], sinks: dict[str, int], channel: list[int], *, reads: bool
-    ) -> Process:
-        out, err = sinks["out"], sinks["err"]
-        if self._forks:
-            return fork(task, environment, stdin=0 if reads else None, stdout=out, stderr=err, keep=channel)
-        stdin = None if reads else subprocess.DEVNULL
-        keep = [*task.descriptors(), *channel]
-        process = start(task.command(), environment, keep=keep, stdin=stdin, stdout=out, stderr=err)
-        restore_file_limit(process.pid)
-        return process
 
     def _open_streams(self, job: Job, rank: int) -> tuple[dict[int, str], dict[str, int]]:
         outputs, sinks = {}, {}

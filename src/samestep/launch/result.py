@@ -129,7 +129,9 @@ _LOST_HOST = (
 def summary_lines(result: RunResult, logs: Path | None) -> list[str]:
     """Returns the last lines of standard error: the root cause first. Without logs it names none."""
     if result.exit_code == PREEMPTED and result.root_cause is None:
-        lines = _preemption(result)
+        by = "" if result.interrupted is None else f" by {signal.Signals(result.interrupted).name}"
+        saved = "" if result.saved is None else f": step {result.saved[0]} is saved in {result.saved[1]}"
+        lines = [f"samestep: preempted{by}{saved}; rerun the same command to resume (exit code {PREEMPTED})"]
     else:
         lines = _interruption(result) if result.interrupted is not None else _cause(result, logs)
     return lines if logs is None else [*lines, f"{'    ' if lines else 'samestep: '}logs: {logs}"]
@@ -145,12 +147,6 @@ def _interruption(result: RunResult) -> list[str]:
             f"    the step at hand was not saved within {result.save_timed_out:g} s: give it more with --grace"
         )
     return lines
-
-
-def _preemption(result: RunResult) -> list[str]:
-    by = "" if result.interrupted is None else f" by {signal.Signals(result.interrupted).name}"
-    saved = "" if result.saved is None else f": step {result.saved[0]} is saved in {result.saved[1]}"
-    return [f"samestep: preempted{by}{saved}; rerun the same command to resume (exit code {PREEMPTED})"]
 
 
 def _cause(result: RunResult, logs: Path | None) -> list[str]:
@@ -191,9 +187,7 @@ def _end_of(log: Path) -> str:
 
 
 def _headline(failure: FailureRecord, result: RunResult) -> str:
-    if failure.usage:
-        return failure.message
-    if failure.kind == "lost_host":
+    if failure.usage or failure.kind == "lost_host":
         return failure.message
     who = f"rank {failure.rank} of {result.size}"
     if result.size > 1 and len(result.same_failure) == result.size:

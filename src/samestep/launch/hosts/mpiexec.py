@@ -24,7 +24,6 @@ def mpiexec() -> str:
 
 
 def command(ranks: int, words: Sequence[str], program: str | None = None) -> list[str]:
-    """Returns the command that starts so many processes."""
     program = mpiexec() if program is None else program
     return [program, *options(_version(program), is_root=os.geteuid() == 0), "-n", str(ranks), *words]
 

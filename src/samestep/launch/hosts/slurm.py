@@ -46,7 +46,6 @@ def warning_for(grace: float) -> int:
 
 
 def batch_script(job: BatchJob) -> str:
-    """Returns the script that sbatch takes."""
     header = "\n".join(f"#SBATCH {line}" for line in _header(job))
     return f"#!/bin/bash\n{header}\n\n{_body(job)}"
 

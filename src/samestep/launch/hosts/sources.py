@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -61,12 +62,6 @@ def stream_descriptors(one: Started) -> list[int]:
     return [stream.fileno() for stream in (one.process.stdout, one.process.stderr) if stream is not None]
 
 
-@dataclass
-class _HostOutput:
-    text: list[str] = field(default_factory=list)
-    code: int | None = None
-
-
 class TransportMonitor:
     """Reads what a transport says for as long as its agents are on their way, and reports one that will not come."""
 
@@ -75,7 +70,8 @@ class TransportMonitor:
         self._one = one
         self._failed = failed
         self._python = python
-        self._outputs: dict[str, _HostOutput] = {}
+        self._lines: defaultdict[str, list[str]] = defaultdict(list)  # by host, "" where that is unknown
+        self._codes: dict[str, int] = {}
         self._reported: set[str] = set()
         self._handle = os.pidfd_open(one.process.pid)
         for descriptor in stream_descriptors(one):
@@ -96,12 +92,11 @@ class TransportMonitor:
             return False
         for line in data.splitlines():
             found = self._one.parse_line(line)
-            output = self._outputs.setdefault(found.host or "", _HostOutput())
             if found.exit_code is not None:
-                output.code = found.exit_code
+                self._codes[found.host or ""] = found.exit_code
                 self._report(found.host)
             else:
-                output.text.append(found.text)
+                self._lines[found.host or ""].append(found.text)
         if not data:
             self._loop.forget(descriptor)
         return bool(data)
@@ -112,7 +107,7 @@ class TransportMonitor:
             while self._read(descriptor):
                 pass
         host = self._one.start.hosts[0]
-        self._outputs.setdefault(host, _HostOutput()).code = self._one.process.wait()
+        self._codes[host] = self._one.process.wait()
         if not self._reported:
             self._report(host)
 
@@ -120,8 +115,9 @@ class TransportMonitor:
         name = host or self._one.start.hosts[0]
         if name not in self._reported:
             self._reported.add(name)
-            output = self._outputs.get(name) or self._outputs.get("") or _HostOutput()
-            self._failed(explain(name, self._one.start.via, output.code, "\n".join(output.text), self._python))
+            known = name if name in self._lines or name in self._codes else ""
+            text = "\n".join(self._lines[known])
+            self._failed(explain(name, self._one.start.via, self._codes.get(known), text, self._python))
 
 
 # --- agents that others start ---------------------------------------------------------------------

@@ -93,9 +93,8 @@ class WatchedRanks:
         """Gives a command to those of `ranks` that are alive; see `LocalRanks.command`."""
         for one in [self._ranks[rank] for rank in ranks]:
             if what == "stop":
-                one.pipe.send(
-                    {"kind": what, "number": self.result().exit_code}
-                )  # launchers pass one of their ranks' codes on
+                # launchers pass one of their ranks' codes on
+                one.pipe.send({"kind": what, "number": self.result().exit_code})
             elif what == "write_stacks":
                 one.pipe.send({"kind": what})
             elif what == "position":

@@ -204,10 +204,8 @@ class Console:
             if lines:
                 self._writers[stream].show_line(b"\n".join(lines))
             self._writers[stream].flush()
-        if (
-            self._writers["out"].gone and not self._reported_reader
-        ):  # a training goes on, and its user may not expect so
-            self._reported_reader = True
+        if self._writers["out"].gone and not self._reported_reader:
+            self._reported_reader = True  # a training goes on, and its user may not expect so
             self.tell(f"note: nobody reads standard output any more; the run goes on, its output is in {self.logs}")
         due = [due - now for merger in self._mergers.values() if (due := merger.due()) is not None]
         if self.backlog:
