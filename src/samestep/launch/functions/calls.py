@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing.reduction import recv_handle
 from operator import methodcaller
 from pathlib import Path
 from types import CodeType
@@ -32,7 +32,10 @@ _NO_FILE = "<dynamic-code>"  # what cloudpickle 3.1.3 makes of the file of every
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """One call. `module` is the name and file of the module that defines the function, where it has one."""
+    """One call. `module` is the name and file of the module that defines the function, where it has one.
+
+    A listening socket for the store follows where it `brings_listener`.
+    """
 
     variables: dict[str, str | None]
     path: list[str]
@@ -71,13 +74,6 @@ def dump(value: Any) -> bytes:
     payload = io.BytesIO()
     Pickler(payload).dump(value)
     return payload.getvalue()
-
-
-def send_request(connection: Connection, request: LaunchRequest, listener: socket.socket) -> None:
-    """Sends one call; `listener` goes with it where `request.brings_listener`."""
-    connection.send(request)
-    if request.brings_listener:
-        send_handle(connection, listener.fileno(), 0)
 
 
 def serve_calls(connection: Connection, rank: int, size: int) -> None:

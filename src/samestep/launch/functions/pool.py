@@ -19,11 +19,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import IO, Any, Self
 
 from samestep.errors import RankFailure, UsageError
-from samestep.launch.functions.calls import LaunchRequest, dump_call, send_request, with_cell_names
+from samestep.launch.functions.calls import LaunchRequest, dump_call, with_cell_names
 from samestep.launch.functions.forwarder import OutputForwarder
 from samestep.launch.process import Process, reap, signal_group, start, wait_all
 from samestep.launch.rank.bootstrap import RankTask
@@ -135,7 +136,9 @@ class RankPool:
                 module = _module_of(module_of or fn)
                 request = LaunchRequest(variables, list(sys.path), module, payload, one.rank == 0)
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died; _collect says how
-                    send_request(one.connection, request, listener)
+                    one.connection.send(request)
+                    if request.brings_listener:
+                        send_handle(one.connection, listener.fileno(), 0)
         return self._collect(None if timeout is None else time.monotonic() + timeout, timeout)
 
     def _collect(self, deadline: float | None, timeout: float | None) -> list[Any]:

@@ -20,6 +20,7 @@ SHOWN = 40  # characters of a long text that an error repeats
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _PART = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _SLOTS = re.compile(r"slots\s*=\s*([^\s=]+)")
+_BALANCED = re.compile(r"\A(?:[^\[\]]|\[[^\[\]]*\])+")  # up to the first bracket that is amiss
 _COMMA = re.compile(r",(?![^\[]*\])")  # in no bracket
 
 
@@ -122,7 +123,13 @@ def _names(name: str, room: int) -> Iterator[str]:
         raise ValueError("a host name is missing here")
     if name[0] in {"-", "."}:  # ssh would take `-o…` for an option
         raise ValueError(f"a host name cannot begin with {name[0]!r}")
-    _check_brackets(name)
+    rest = _BALANCED.sub("", name)
+    if rest.startswith("]"):
+        raise ValueError("a bracket closes none")
+    if re.match(r"\[[^\]]*\[", rest):
+        raise ValueError("a bracket within a bracket; write a[1-3,7] for several numbers")
+    if rest:
+        raise ValueError("a bracket is never closed")
     choices: list[list[str]] = []
     count = 1
     for piece in re.split(r"(\[[^\]]*\])", name):
@@ -132,24 +139,11 @@ def _names(name: str, room: int) -> Iterator[str]:
             _bound(count, room)  # before it is expanded: a typing error must not fill the memory
             choices.append([f"{number:0{width}d}" for numbers, width in ranges for number in numbers])
         else:
-            for character in piece:
-                if not _NAME.fullmatch(character):
-                    allowed = "use letters, digits, dots, dashes and underscores"
-                    raise ValueError(f"{character!r} cannot stand in a host name; {allowed}")
+            if odd := _NAME.sub("", piece):
+                allowed = "use letters, digits, dots, dashes and underscores"
+                raise ValueError(f"{odd[0]!r} cannot stand in a host name; {allowed}")
             choices.append([piece])
     yield from map("".join, itertools.product(*choices))
-
-
-def _check_brackets(name: str) -> None:
-    inside = False
-    for character in name:
-        if character == "[" and inside:
-            raise ValueError("a bracket within a bracket; write a[1-3,7] for several numbers")
-        if character == "]" and not inside:
-            raise ValueError("a bracket closes none")
-        inside = character == "[" or (inside and character != "]")
-    if inside:
-        raise ValueError("a bracket is never closed")
 
 
 def _range(part: str) -> tuple[range, int]:

@@ -100,7 +100,8 @@ def wait_for(path: Path, seconds: float) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any] | None:
     """Returns what stands there, or None where nothing does, or a leftover."""
-    _refresh(path.parent)
+    with contextlib.suppress(OSError):  # else a network file system does not ask its server again for half a minute
+        os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
     try:
         with path.open(encoding="utf-8") as file:
             known = os.fstat(file.fileno())
@@ -114,9 +115,3 @@ def _read(path: Path) -> dict[str, Any] | None:
         if error.errno not in GONE:
             raise RendezvousError(f"{path}, where task 0 says where it is, cannot be read: {error.strerror}") from error
         return None
-
-
-def _refresh(folder: Path) -> None:
-    """Makes a network file system ask its server: a name it did not find stays missing for half a minute else."""
-    with contextlib.suppress(OSError):
-        os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))

@@ -180,16 +180,12 @@ def _is_of_peers(error: BaseException, message: str) -> bool:
         trace = trace.tb_next
     if trace is None:
         return NATIVE.search(message) is not None
-    code = trace.tb_frame.f_code
-    if _communicates(code.co_filename):
+    code, file = trace.tb_frame.f_code, trace.tb_frame.f_code.co_filename
+    of_torch = any(_is_below(file, place) for place in ("distributed", "nn/parallel", "autograd"))
+    if of_torch or (lies_in(real_path(file), PACKAGE) and not is_user_file(file)):
         return True
     raised = code.co_code[trace.tb_lasti] == opcode.opmap["RAISE_VARARGS"]  # by a line of python, not below one
-    return not raised and not _is_below(code.co_filename, "utils/data") and NATIVE.search(message) is not None
-
-
-def _communicates(filename: str) -> bool:
-    of_torch = any(_is_below(filename, place) for place in ("distributed", "nn/parallel", "autograd"))
-    return of_torch or (lies_in(real_path(filename), PACKAGE) and not is_user_file(filename))
+    return not raised and not _is_below(file, "utils/data") and NATIVE.search(message) is not None
 
 
 def _is_below(filename: str, folder: str) -> bool:
