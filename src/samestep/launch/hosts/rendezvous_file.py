@@ -32,7 +32,7 @@ START_MARKERS = (  # all tasks of a step have them alike; the port is that of th
     "SLURM_RESTART_COUNT",
     "SLURM_STEP_LAUNCHER_PORT",
 )
-GONE = (errno.ENOENT, errno.ESTALE)  # ESTALE_S: replaced on the server after it was found here
+GONE = (errno.ENOENT, errno.ESTALE)  # ESTALE: replaced on the server after it was found here
 
 
 def rendezvous_path(task: RankVariables, who: str = "head") -> Path:
