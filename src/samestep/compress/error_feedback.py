@@ -72,16 +72,10 @@ def redistribute(states: Sequence[State], numbers: Mapping[str, int], block: int
         elif kind != "server_error":
             made[kind] = {name: torch.stack([state[kind][name] for state in states]).mean(0) for name in pieces}
     for name in states[0].get("server_error", {}):
-        whole = _join_shares([state["server_error"][name] for state in states], numbers[name], block)
-        worker_error = made.setdefault("worker_error", {}).setdefault(name, torch.zeros_like(whole))
-        worker_error += whole
+        shares = [state["server_error"][name] for state in states]
+        whole = torch.zeros(sum(share.numel() for share in shares) // block, block)
+        for rank, share in enumerate(shares):  # samestep.compress.chunks says whose rows are whose
+            whole[(rank - numbers[name]) % len(shares) :: len(shares)] = share.view(-1, block)
+        worker_error = made.setdefault("worker_error", {}).setdefault(name, torch.zeros(whole.numel()))
+        worker_error += whole.view(-1)
     return made
-
-
-def _join_shares(shares: Sequence[Tensor], number: int, block: int) -> Tensor:
-    """Joins a piece's rows; :mod:`samestep.compress.chunks` says whose they are."""
-    size = len(shares)
-    whole = torch.zeros(sum(share.numel() for share in shares) // block, block)
-    for rank, share in enumerate(shares):
-        whole[(rank - number) % size :: size] = share.view(-1, block)
-    return whole.view(-1)

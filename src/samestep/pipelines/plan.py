@@ -239,7 +239,10 @@ def plan_pipeline(
     devices = [Device()] * stages if devices is None else devices
     if len(devices) != stages:
         raise UsageError(f"{len(devices)} devices for {stages} stages: give one for each")
-    names = _schedule_names(schedule, stages, link)
+    if schedule == "auto":  # one with more messages only if it is known what they take
+        names = [each for each in SCHEDULE_NAMES if each in ONE_STAGE_PER_RANK or link is not None]
+    else:
+        names = [make_schedule(schedule, stages, 1).name]
     check_num_stages(chain.layers, stages * (STAGES_PER_RANK[0] if schedule == "interleaved" else 1))
     colocated = shared_layers(chain.layers, find_tied(model, chain.layers))
     samples = len(sample[-1])
@@ -301,14 +304,6 @@ def _cautious_seconds(plan: PipelinePlan) -> float:
     forward, backward = ([SLOW_MESSAGES * each for each in way] for way in (costs.send_forward, costs.send_backward))
     slow = replace(costs, send_forward=forward, send_backward=backward, overhead=SLOW_MESSAGES * costs.overhead)
     return simulate(plan.timeline.schedule, slow).seconds
-
-
-def _schedule_names(name: str, stages: int, link: Link | None) -> Sequence[str]:
-    """Returns the schedules to be compared: one with more messages only if it is known what they take."""
-    if name == "auto":
-        return [each for each in SCHEDULE_NAMES if each in ONE_STAGE_PER_RANK or link is not None]
-    make_schedule(name, stages, 1)
-    return [name]
 
 
 def _candidates(names: Sequence[str], count: int, ranks: int, layers: int) -> Iterator[tuple[str, int]]:

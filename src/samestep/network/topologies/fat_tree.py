@@ -120,11 +120,14 @@ class FatTree(Topology):
         for level, leaves, first in rising + falling:
             going = climbing[level - 1]
             cables = leaves[going] // self._leaves(level) * self._tops(level + 1) + first + self._cables_below(level)
-            yield (
-                self._split(level, going, cables)
-                if split
-                else self._chosen(level, going, cables, segments.path_hash[going])
-            )
+            if split:  # [2]: all cables out of the subtree; they are numbered without a gap
+                tops = self._tops(level + 1)
+                links: Any = cables[:, None] + np.arange(tops)
+                yield Hop(np.repeat(going, tops), links.reshape(-1), np.full(links.size, 1 / tops))
+            else:  # [1]: the cable of switch (subtree, t mod W), by port t // W
+                ports, tops, path_hash = self.up[level - 1], self._tops(level), segments.path_hash[going]
+                chosen = cables + path_hash % tops * ports + path_hash // tops % ports
+                yield Hop(going, chosen, np.ones(len(going)))
 
     def link_loads(self, segments: Segments, nbytes: Floats, *, split: bool) -> tuple[Floats, Floats]:
         """Returns the bytes on each link and the latency of each segment; of [2], subtree by subtree."""
@@ -187,17 +190,6 @@ class FatTree(Topology):
         """The messages that must leave their subtree of the level."""
         leaves = self._leaves(level)
         return np.nonzero(segments.begins // leaves != segments.ends // leaves)[0]
-
-    def _chosen(self, level: int, going: Ints, cables: Ints, path_hash: Ints) -> Hop:
-        """[1]: the cable of switch (subtree, t mod W), by port t // W."""
-        ports, tops = self.up[level - 1], self._tops(level)
-        return Hop(going, cables + path_hash % tops * ports + path_hash // tops % ports, np.ones(len(going)))
-
-    def _split(self, level: int, going: Ints, cables: Ints) -> Hop:
-        """[2]: all cables out of the subtree; they are numbered without a gap."""
-        tops = self._tops(level + 1)
-        links: Any = cables[:, None] + np.arange(tops)
-        return Hop(np.repeat(going, tops), links.reshape(-1), np.full(links.size, 1 / tops))
 
 
 def leaf_spine(link_types: LinkTypes, leaves: int, hosts: int, spines: int) -> FatTree:
