@@ -25,6 +25,7 @@ import platform
 import struct
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from samestep.collectives.segments import process_alive
 from samestep.errors import PeerError
@@ -56,37 +57,23 @@ def length(ranks: int) -> int:
     return ranks * _LINES * _LINE
 
 
+@dataclass(eq=False)
 class SharedCounters:
-    """The counters of some ranks of one host, each 0 at first.
+    """The counters of some ranks of one host, each 0 at first."""
 
-    Args:
-        memory: shared by all of them; `length(ranks)` bytes.
-        rank: this rank's place among them.
-        names: what the ranks are called in errors, in the order of their places.
-        purpose: what they do together, in errors.
-    """
+    memory: mmap.mmap  # shared by all of them; `length(ranks)` bytes
+    rank: int  # this rank's place among them
+    names: Sequence[int]  # what the ranks are called in errors, in the order of their places
+    processes: Sequence[int]  # likewise their processes
+    timeout_s: float
+    purpose: str = "add gradients with"  # what they do together, in errors
 
-    def __init__(
-        self,
-        memory: mmap.mmap,
-        rank: int,
-        names: Sequence[int],
-        processes: Sequence[int],
-        timeout_s: float,
-        *,
-        purpose: str = "add gradients with",
-    ) -> None:
-        self.rank = rank
-        self.size = len(names)
-        self.names = names
-        self.processes = processes
-        self.timeout_s = timeout_s
-        self._purpose = purpose
+    def __post_init__(self) -> None:
+        self.size = len(self.names)
         self._spins = SPIN_COUNT if self.size <= len(os.sched_getaffinity(0)) else SPIN_COUNT_OVER_CORES
-        self._memory = memory
-        self._words = memoryview(memory).cast("I")
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._others = [place for place in range(self.size) if place != rank]
+        self._words = memoryview(self.memory).cast("I")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self._others = [place for place in range(self.size) if place != self.rank]
         self._exchanges = 0
 
     def publish(self, counter: int, value: int) -> None:
@@ -113,11 +100,11 @@ class SharedCounters:
     def exchange(self, value: int, other: int = 0) -> list[tuple[int, int]]:
         """Returns two numbers of every rank. Collective: every rank of the counters must call it."""
         self._exchanges += 1
-        _DATA.pack_into(self._memory, self.rank * _LINES * _LINE + _DATA_OFFSET, value, other)
+        _DATA.pack_into(self.memory, self.rank * _LINES * _LINE + _DATA_OFFSET, value, other)
         self.publish(DATA, self._exchanges)
         self.wait(DATA, self._exchanges)
         places = range(self.size)
-        found = [_DATA.unpack_from(self._memory, place * _LINES * _LINE + _DATA_OFFSET) for place in places]
+        found = [_DATA.unpack_from(self.memory, place * _LINES * _LINE + _DATA_OFFSET) for place in places]
         self.publish(ACK, self._exchanges)
         self.wait(ACK, self._exchanges)  # nobody writes the next before all have read this one
         return found
@@ -138,8 +125,8 @@ class SharedCounters:
             if (gone or waited > self.timeout_s) and not _has_reached(self._words[word], value):
                 own, theirs = self.names[self.rank], f"rank {self.names[place]} (process {self.processes[place]})"
                 if gone:
-                    raise PeerError(f"{theirs} has left, and rank {own} waited to {self._purpose} it")
-                raise PeerError(f"rank {own} waited {waited:.0f} s to {self._purpose} {theirs}")
+                    raise PeerError(f"{theirs} has left, and rank {own} waited to {self.purpose} it")
+                raise PeerError(f"rank {own} waited {waited:.0f} s to {self.purpose} {theirs}")
             _syscall(_FUTEX, self._address + 4 * word, _FUTEX_WAIT, seen, _TIMEOUT)
 
 

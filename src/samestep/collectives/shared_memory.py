@@ -151,15 +151,11 @@ class _Started(NamedTuple):
 
 @dataclass
 class SharedMemoryAllReduce:
-    """The all-reduces of the ranks of one host; every rank starts the same ones, in the same order.
+    """The all-reduces of the ranks of one host; every rank starts the same ones, in the same order."""
 
-    Args:
-        counters: of these ranks.
-        inter_host: adds shares over several hosts; None where there is but one. It must not wait: the rank that it
-            would wait for may need a rank of this host.
-    """
-
-    counters: SharedCounters
+    counters: SharedCounters  # of these ranks
+    # adds shares over several hosts; None where there is but one. It must not wait: the rank that it would wait for
+    # may need a rank of this host
     inter_host: InterHost | None = None
     _number: int = field(default=0, init=False)
     _started: deque[_Started] = field(default_factory=deque, init=False)

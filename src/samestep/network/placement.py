@@ -140,10 +140,7 @@ def search(vertices: int, neighbours: Callable[[int], Sequence[int]], seed: int 
     Sources: L. Posa, "Hamiltonian circuits in random graphs", Discrete Mathematics 14, 1976; D. Angluin and L. Valiant,
     "Fast probabilistic algorithms for Hamiltonian circuits and matchings", JCSS 18, 1979.
 
-    Args:
-        vertices: how many.
-        neighbours: of a vertex; those from n on are left out.
-        seed: of the steps.
+    Of a vertex's neighbours those from n on are left out.
 
     Example:
         >>> search(5, lambda vertex: [(vertex + 1) % 5]), search(3, lambda vertex: [(vertex + 1) % 2])

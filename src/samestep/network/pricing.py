@@ -58,8 +58,6 @@ _HELD = 500_000  # messages of it at once, a few arrays of that length
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds, and what they go into."""
-
     latency_s: float = 0  # alpha of the messages
     transfer_s: float = 0  # beta of their bytes
     adding_s: float = 0  # gamma of what is added while nothing travels
@@ -86,8 +84,6 @@ class Line(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A round."""
-
     lines: tuple[Line, ...]  # of which it lasts as long as the highest
     hidden: float  # seconds for each byte that are added meanwhile
 

@@ -81,12 +81,7 @@ def link_loads(
              a ─────────── b                                   switch b ──▶ 3        6
           1 ─┘             └─ 3
 
-    Args:
-        topology: of the hosts.
-        routing: which ways they take.
-        sources: the host that each message comes from.
-        targets: the host that each goes to, never the same.
-        nbytes: of each.
+    Message i is of `nbytes[i]`, from host `sources[i]` to another, `targets[i]`.
 
     Example:
         >>> from samestep.network.links import Link

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,30 +38,16 @@ _IN_PLACE_ERROR = "a leaf Variable that requires grad"
 _CPU = torch.device("cpu")
 
 
+@dataclass(eq=False)
 class Stage:
-    """One stage.
-
-    Args:
-        number: from 0.
-        module: that holds the parameters.
-        call: computes a micro-batch: its number, what the stage before gives -> a tensor or several. If None the
-            module does, with one argument for each tensor.
-        device: that it computes on.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        module: nn.Module,
-        call: Callable[[int, Tensors], Any] | None = None,
-        device: torch.device = _CPU,
-    ) -> None:
-        self.number = number
-        self.module = module
-        self._device = device
-        self._call = call or (lambda _, inputs: module(*inputs))
-        self._kept: dict[int, tuple[Tensors, Tensors]] = {}  # inputs and outputs of micro-batches in flight
-        self._split: dict[int, SplitBackward] = {}
+    number: int  # from 0
+    module: nn.Module  # that holds the parameters
+    # computes a micro-batch: its number, what the stage before gives -> a tensor or several; the module if None
+    call: Callable[[int, Tensors], Any] | None = None
+    device: torch.device = _CPU  # that it computes on
+    # inputs and outputs of micro-batches in flight
+    _kept: dict[int, tuple[Tensors, Tensors]] = field(default_factory=dict, init=False)
+    _split: dict[int, SplitBackward] = field(default_factory=dict, init=False)
 
     def forward(
         self, micro_batch: int, inputs: Sequence[Tensor], requires_grad: Sequence[bool], loss_of: LossOf | None = None
@@ -72,7 +59,7 @@ class Stage:
         """
         pairs = zip(inputs, requires_grad, strict=True)
         leaves = tuple(each.detach().requires_grad_(needed and torch.is_grad_enabled()) for each, needed in pairs)
-        with on_device(self._device):
+        with on_device(self.device):
             outputs = self._compute(micro_batch, leaves)
             if loss_of is not None:
                 outputs = (loss_of(outputs),)
@@ -82,7 +69,7 @@ class Stage:
 
     def _compute(self, micro_batch: int, leaves: Tensors) -> Tensors:
         try:
-            given = self._call(micro_batch, leaves)
+            given = self.module(*leaves) if self.call is None else self.call(micro_batch, leaves)
         except RuntimeError as error:
             if _IN_PLACE_ERROR in str(error):
                 raise ModelError(
@@ -131,24 +118,20 @@ def _or_zeros(tensor: Tensor, gradient: Tensor | None) -> Tensor:
     return torch.zeros_like(tensor) if gradient is None else gradient
 
 
+@dataclass(eq=False)
 class ScheduleExecutor:
     """One rank of a pipeline, or all."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        rank: int | None,
-        stages: Mapping[int, Stage],
-        transport: Transport,
-        timer: StepTimer | None = None,
-    ) -> None:
-        self._schedule = schedule
-        self._actions = (
-            tuple(action for _, action in schedule.topological_order) if rank is None else schedule.rank_actions[rank]
-        )
-        self._stages = stages
-        self._transport = transport
-        self._timed = nullcontext if timer is None else timer.action
+    schedule: Schedule
+    rank: int | None  # None where one process does the actions of all
+    stages: Mapping[int, Stage]
+    transport: Transport
+    timer: StepTimer | None = None
+
+    def __post_init__(self) -> None:
+        everyone = tuple(action for _, action in self.schedule.topological_order)
+        self._actions = everyone if self.rank is None else self.schedule.rank_actions[self.rank]
+        self._timed = nullcontext if self.timer is None else self.timer.action
 
     def run(
         self, inputs: Callable[[int], Tensors], loss_of: Callable[[int], LossOf] | None, shape_keys: ShapeKeys
@@ -158,8 +141,8 @@ class ScheduleExecutor:
         Collective: every rank of the pipeline must call it.
         """
         results: list[Tensors] = []
-        self._transport.begin_step(shape_keys)
-        with torch.set_grad_enabled(self._schedule.trains):
+        self.transport.begin_step(shape_keys)
+        with torch.set_grad_enabled(self.schedule.trains):
             for action in self._actions:
                 if action.kind == "F":
                     results += self._forward(action, inputs, loss_of)
@@ -167,35 +150,35 @@ class ScheduleExecutor:
                     self._backward(action)
                 else:
                     with self._timed(action):
-                        self._stages[action.stage].backward_weight(action.micro_batch)
-        self._transport.end_step()
+                        self.stages[action.stage].backward_weight(action.micro_batch)
+        self.transport.end_step()
         return results
 
     def _forward(
         self, action: Action, inputs: Callable[[int], Tensors], loss_of: Callable[[int], LossOf] | None
     ) -> list[Tensors]:
-        stage, micro_batch = self._stages[action.stage], action.micro_batch
+        stage, micro_batch = self.stages[action.stage], action.micro_batch
         if action.stage == 0:
             given: Sequence[Tensor] = inputs(micro_batch)
             requires_grad = [False] * len(given)
         else:
-            given, requires_grad = self._transport.receive(Action("F", action.stage - 1, micro_batch))
-        is_last = action.stage + 1 == self._schedule.stages
+            given, requires_grad = self.transport.receive(Action("F", action.stage - 1, micro_batch))
+        is_last = action.stage + 1 == self.schedule.stages
         with self._timed(action):
             loss = loss_of(micro_batch) if loss_of and is_last else None
             outputs = stage.forward(micro_batch, given, requires_grad, loss)
         if is_last:
             return [tuple(each.detach() for each in outputs)]
-        self._transport.send(action, outputs)
+        self.transport.send(action, outputs)
         return []
 
     def _backward(self, action: Action) -> None:
-        stage, micro_batch = self._stages[action.stage], action.micro_batch
-        next_stage = (one for one in self._schedule.dependencies(action) if one.stage == action.stage + 1)
+        stage, micro_batch = self.stages[action.stage], action.micro_batch
+        next_stage = (one for one in self.schedule.dependencies(action) if one.stage == action.stage + 1)
         source = next(next_stage, None)
-        gradients = None if source is None else self._transport.receive(source)[0]
+        gradients = None if source is None else self.transport.receive(source)[0]
         backward = stage.backward if action.kind == "B" else stage.backward_input
         with self._timed(action):
             found = backward(micro_batch, gradients)
         if action.stage:
-            self._transport.send(action, found)
+            self.transport.send(action, found)

@@ -39,8 +39,6 @@ BUCKET_BYTES = 25 << 20  # that travel together, as in DistributedDataParallel
 
 
 class ReplicaGradientSync:
-    """Sums the gradients of one rank's stages over the replicas."""
-
     def __init__(
         self, module: nn.Module, world: World, tied: TiedGradients, compression: GradientCompression | None = None
     ) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,42 +32,35 @@ MAX_SLICES = 4  # of a batch, that are compared
 TOLERANCE = 1e-3  # of a loss: its parts in float32 may differ by 1e-6, means of unequal numbers by some 1e-2
 
 
+@dataclass(eq=False)
 class MicroBatchLoss:
-    """The losses of a pipeline's micro-batches.
-
-    Args:
-        loss_fn: takes outputs and targets, and gives the mean loss of a micro-batch, or all losses.
-        weight: of targets: how many items their mean loss is of; their samples if None.
-        world: whose replicas share a step.
-        warning: why parts of this loss do not add up to it; None if they do.
-    """
-
-    def __init__(self, loss_fn: LossFn, weight: WeightFn | None, world: World, warning: str | None = None) -> None:
-        self._loss_fn, self._weight, self._world, self._warning = loss_fn, weight, world, warning
+    loss_fn: LossFn  # takes outputs and targets, and gives the mean loss of a micro-batch, or all losses
+    weight: WeightFn | None  # of targets: how many items their mean loss is of; their samples if None
+    world: World  # whose replicas share a step
+    warning: str | None  # why parts of this loss do not add up to it; None if they do
 
     def weights(self, batch: Sequence[Any], ranges: Ranges) -> tuple[list[float], float]:
         """Returns the weights of micro-batches, and that of the step. Collective over the data axis without shards."""
-        mean = self._world.step.mean
-        is_split = len(ranges) > 1 or self._world.data.size > 1
-        if self._warning is not None and is_split and not (mean and mean.weighted):
-            raise DataError(self._warning)
+        mean = self.world.step.mean
+        is_split = len(ranges) > 1 or self.world.data.size > 1
+        if self.warning is not None and is_split and not (mean and mean.weighted):
+            raise DataError(self.warning)
         weigh = self._weigh if mean is None else mean.weigh
         weights = [weigh(slice_batch(batch, *one)) for one in ranges]
         if mean is not None:
             return weights, mean.total
         total = torch.tensor([sum(weights)], dtype=torch.float64)
-        if self._world.data.size > 1:
-            dist.all_reduce(total, group=self._world.data.control)
+        if self.world.data.size > 1:
+            dist.all_reduce(total, group=self.world.data.control)
         return weights, float(total)
 
     def _weigh(self, samples: Sequence[Any]) -> float:
-        return float(count_samples(samples)) if self._weight is None else float(self._weight(samples[-1]))
+        return float(count_samples(samples)) if self.weight is None else float(self.weight(samples[-1]))
 
     def part(self, outputs: Tensors, targets: Any, weight: float, total: float) -> Tensor:
-        """Returns a micro-batch's part of the loss of the step."""
         if not weight:  # the mean of nothing is NaN; this is 0, and so are its gradients
             return sum(each.flatten()[:0].sum() for each in outputs if each.is_floating_point())  # type: ignore[return-value]
-        losses = self._loss_fn(outputs[0] if len(outputs) == 1 else outputs, targets)
+        losses = self.loss_fn(outputs[0] if len(outputs) == 1 else outputs, targets)
         return losses * (weight / total) if losses.dim() == 0 else losses.sum() / total
 
 

@@ -51,8 +51,6 @@ _MAX_STAGE = (1.0001, 1.1, 1.3, math.inf)  # of the first step: times the smalle
 
 @dataclass(frozen=True)
 class Partition:
-    """A chain cut into stages."""
-
     ends: Ends  # by stage, the layer behind its last
     seconds: float  # of a step
     bound: float  # seconds that no partition undercuts; the same as `seconds` where this is proved to be the best

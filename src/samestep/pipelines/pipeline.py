@@ -411,13 +411,10 @@ class LayerRng:
     In torch's own pipelines a stage draws from the stream of its process: with other cuts, or micro-batches in another
     order, it is another training. Torch's generators are seeded, on the host and on the layer's device; Python's and
     NumPy's are not. After a step the streams are where they were before it.
-
-    Attributes:
-        steps: how many micro-batches of a loader, or steps without one, have been taken.
     """
 
     def __init__(self, seed: int, replica: int, devices: Sequence[torch.device]) -> None:
-        self.steps = 0
+        self.steps = 0  # micro-batches of a loader, or steps without one, that have been taken
         self._seed = seed
         self._replica = replica
         self._gpus = [each for each in dict.fromkeys(devices) if each.type == "cuda"]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,32 +24,23 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 
+@dataclass(eq=False)
 class SplitBackward:
-    """The backward of one micro-batch, in two parts.
+    """The backward of one micro-batch, in two parts."""
 
-    Args:
-        outputs: where gradients come in.
-        gradients: of these; None for a scalar.
-        inputs: whose gradients the first part computes.
-        weights: whose gradients the second part adds to `.grad`.
-    """
+    outputs: Sequence[Tensor]  # where gradients come in
+    gradients: Sequence[Tensor | None]  # of these; None for a scalar
+    inputs: Sequence[Tensor]  # whose gradients the first part computes
+    weights: Sequence[Tensor]  # whose gradients the second part adds to `.grad`
 
-    def __init__(
-        self,
-        outputs: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        inputs: Sequence[Tensor],
-        weights: Sequence[Tensor],
-    ) -> None:
-        self._outputs, self._gradients = list(outputs), list(gradients)
-        self._inputs, self._weights = list(inputs), list(weights)
+    def __post_init__(self) -> None:
         self._kept: list[tuple[list[GradientEdge], list[Tensor], list[Tensor]]] = []  # of an intermediate: its weights
-        self._from_outputs = self._weights  # weights for which the second part goes through the whole graph
+        self._from_outputs = self.weights  # weights for which the second part goes through the whole graph
 
     def backward_input(self) -> list[Tensor | None]:
         """Returns the gradients of the inputs; None where no output depends on one."""
-        if not self._inputs or not self._outputs:
-            return [None] * len(self._inputs)
+        if not self.inputs or not self.outputs:
+            return [None] * len(self.inputs)
         intermediates = self._intermediates()
         arrived: dict[Node, Sequence[Tensor | None]] = {}
 
@@ -57,9 +49,7 @@ class SplitBackward:
 
         handles = [keep(node) for node in intermediates]
         try:
-            found = torch.autograd.grad(
-                self._outputs, self._inputs, self._gradients, retain_graph=True, allow_unused=True
-            )
+            found = torch.autograd.grad(self.outputs, self.inputs, self.gradients, retain_graph=True, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
@@ -73,8 +63,8 @@ class SplitBackward:
     def backward_weight(self) -> None:
         for edges, gradients, weights in self._kept:  # one by one: beyond one intermediate lie the weights of others
             torch.autograd.backward(edges, gradients, retain_graph=bool(self._from_outputs), inputs=weights)
-        if self._from_outputs and self._outputs:
-            torch.autograd.backward(self._outputs, self._gradients, inputs=self._from_outputs)
+        if self._from_outputs and self.outputs:
+            torch.autograd.backward(self.outputs, self.gradients, inputs=self._from_outputs)
 
     def _intermediates(self) -> dict[Node, list[Tensor]]:
         """Returns the nodes that lead both to inputs and, by another edge, to weights, with these weights.
@@ -83,10 +73,10 @@ class SplitBackward:
         used several times, and one that is reached past all of them is not beside the inputs: for these the second part
         goes through the whole graph, since a sum in another order has other bits.
         """
-        roots = [node for each in self._outputs if (node := each.grad_fn) is not None]
+        roots = [node for each in self.outputs if (node := each.grad_fn) is not None]
         order = _topological_order(roots)
-        leaves = {_leaf(each): each for each in self._weights}
-        ends = {_leaf(each) for each in self._inputs}
+        leaves = {_leaf(each): each for each in self.weights}
+        ends = {_leaf(each) for each in self.inputs}
         to_inputs: set[Node] = set()
         for node in order:
             if node in ends or any(other in to_inputs for other in _next(node)):

@@ -26,16 +26,12 @@ from samestep.runtime.device import message_device
 
 @dataclass(frozen=True)
 class TiedWeight:
-    """One weight of several layers."""
-
     name: str  # under which the model has it first
     names: tuple[str, ...]  # under which each layer has it, in their order
     layers: tuple[int, ...]  # their numbers
 
 
 class _Place(NamedTuple):
-    """Where a layer has a parameter."""
-
     layer: int
     name: str
     owner: nn.Module
@@ -105,12 +101,7 @@ def parameter_places(layers: Sequence[ChainLayer]) -> Iterator[tuple[_Place, nn.
 
 
 class TiedGradients:
-    """The copies on all ranks of a pipeline, whose gradients are summed when a step ends.
-
-    Attributes:
-        aliases: name of a copy -> name of the weight that it is a copy of, on all ranks.
-        parameters: this rank's copies.
-    """
+    """The copies on all ranks of a pipeline, whose gradients are summed when a step ends."""
 
     def __init__(
         self, tied: Sequence[TiedWeight], ranks: Sequence[int], own: dict[str, nn.Parameter], axis: Axis
@@ -120,6 +111,7 @@ class TiedGradients:
             [(name, ranks[layer]) for name, layer in zip(one.names, one.layers, strict=True)] for one in tied
         ]
         self._own = own
+        # name of a copy -> name of the weight that it is a copy of, on all ranks
         self.aliases = {name: one.name for one in tied for name in one.names if name != one.name}
         names = {name for one in tied for name in one.names}
         self.parameters = [each for name, each in own.items() if name in names]

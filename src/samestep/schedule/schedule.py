@@ -89,7 +89,6 @@ class Schedule:
 
     @cached_property
     def trains(self) -> bool:
-        """Whether there are backwards."""
         return any(action.kind != "F" for actions in self.rank_actions for action in actions)
 
     @cached_property

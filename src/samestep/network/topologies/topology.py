@@ -96,8 +96,6 @@ class LinkTypes:
 
 
 class Size(NamedTuple):
-    """How large a network is."""
-
     name: str  # the kind of network, with its numbers
     hosts: int  # how many there are
     routers: int  # all switches, or all hosts
@@ -124,13 +122,9 @@ class Segments(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology(ABC):
-    """A network of hosts.
+    """A network of hosts."""
 
-    Attributes:
-        link_types: what its links cost.
-    """
-
-    link_types: LinkTypes
+    link_types: LinkTypes  # what its links cost
     hosts_are_routers: ClassVar[bool] = False  # there are no switches, and no ports [1] [2]
 
     @cached_property
