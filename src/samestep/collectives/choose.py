@@ -27,32 +27,20 @@ from samestep.text import bytes_text, seconds_text
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and its price.
+    """A plan and its price."""
 
-    Attributes:
-        plan: which rank sends what to which.
-        price: of the buffer in question.
-        rounds: how many the plan has.
-    """
-
-    plan: Plan
-    price: Price
-    rounds: int
+    plan: Plan  # which rank sends what to which
+    price: Price  # of the buffer in question
+    rounds: int  # how many the plan has
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The cheapest plan, and all that it was compared with; `str` says why.
+    """The cheapest plan, and all that it was compared with; `str` says why."""
 
-    Attributes:
-        nbytes: of the buffer.
-        links: among the ranks.
-        candidates: from the cheapest to the dearest.
-    """
-
-    nbytes: float
-    links: Links
-    candidates: tuple[Candidate, ...]
+    nbytes: float  # of the buffer
+    links: Links  # among the ranks
+    candidates: tuple[Candidate, ...]  # from the cheapest to the dearest
 
     @property
     def plan(self) -> Plan:

@@ -54,18 +54,11 @@ class SumExpr:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proved of a plan that computes what it says.
+    """What was proved of a plan that computes what it says."""
 
-    Attributes:
-        identical: all ranks that end with a block end with the same bits.
-        position_independent: all blocks are added in the same order, so that an element's bits do not depend on its
-            place.
-        sums: of each block, what the first rank that holds it ends with; `str` shows the brackets.
-    """
-
-    identical: bool
-    position_independent: bool
-    sums: tuple[SumExpr, ...]
+    identical: bool  # all ranks that end with a block end with the same bits
+    position_independent: bool  # all blocks are added in one order, so an element's bits do not depend on its place
+    sums: tuple[SumExpr, ...]  # of each block, what the first rank that holds it ends with; `str` shows the brackets
 
 
 def prove(plan: Plan) -> Proof:

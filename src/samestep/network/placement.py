@@ -73,18 +73,13 @@ def random(topology: Topology, ranks: int, seed: int = 0) -> Placement:
 
 
 def circuit(topology: Topology, ranks: int, seed: int = 0) -> Placement:
-    """Returns ranks along a Hamiltonian circuit of the routers.
+    """Returns ranks along a Hamiltonian circuit of the routers; `seed` is of the search, where there is one.
 
     >>> from samestep.network.links import Link
     >>> from samestep.network.topologies.topology import LinkTypes
     >>> from samestep.network.topologies.torus import Torus
     >>> circuit(Torus(LinkTypes(Link(1e-6, 50e9)), (2, 3)), 6).hosts
     (0, 1, 2, 5, 4, 3)
-
-    Args:
-        topology: to place them on.
-        ranks: how many.
-        seed: of the search, where there is one.
 
     Raises:
         UsageError: fewer than 1 rank, more than the topology holds, or no circuit found.

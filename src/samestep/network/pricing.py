@@ -117,12 +117,7 @@ class CollectivePrice:
 
 
 def price(plan: Rounds, nbytes: float, links: Links) -> Price:
-    """Returns what a plan costs where all ranks stand at one switch.
-
-    Args:
-        plan: the rounds.
-        nbytes: of the whole buffer.
-        links: among the ranks.
+    """Returns what a plan costs for a buffer of so many bytes where all ranks stand at one switch.
 
     Example:
         >>> from samestep.collectives import ring
@@ -396,18 +391,12 @@ class PlacedNetwork:
 
 @dataclass(frozen=True)
 class ContendedPrice:
-    """What rounds cost on a network, where messages get in each other's way.
+    """What rounds cost on a network, where messages get in each other's way."""
 
-    Attributes:
-        price: latency and transfer.
-        alone_s: what the transfer would be if the largest message of each round were alone in the network.
-        rounds: how many there are.
-        busiest: the vertices at the ends of the link that rounds wait for longest; None where it is not one link.
-    """
-
-    price: Price
-    alone_s: float
-    rounds: int
+    price: Price  # latency and transfer
+    alone_s: float  # what the transfer would be if the largest message of each round were alone in the network
+    rounds: int  # how many there are
+    # the vertices at the ends of the link that rounds wait for longest; None where it is not one link
     busiest: tuple[int, int] | None
 
     @property
@@ -429,14 +418,9 @@ class ContendedPrice:
 def contended_price(
     plan: Rounds, nbytes: float, topology: Topology, placement: Placement, routing: Routing = MINIMAL
 ) -> ContendedPrice:
-    """Returns what a plan's messages cost on a network; without adding, which takes place on the hosts.
+    """Returns what a plan's messages cost on a network for a buffer of so many bytes, with ranks placed on its hosts.
 
-    Args:
-        plan: the rounds.
-        nbytes: of the whole buffer.
-        topology: with what its links cost.
-        placement: of the ranks on its hosts.
-        routing: of the messages.
+    Without adding, which takes place on the hosts.
 
     Raises:
         UsageError: a message of a rank that is not placed.
