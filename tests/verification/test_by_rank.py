@@ -44,6 +44,18 @@ def test_a_mean_of_the_ranks_gradients_may_be_clipped(
     assert [*(one.code for one in report.errors), report.coverage["gradients"].partition(":")[0]][0] == said
 
 
+@pytest.mark.parametrize(("times", "said"), [(1.0, "agrees as declared"), (0.5, "gradient-scale")])
+def test_parts_of_the_sum_over_the_samples_of_all_ranks_count_once(tmp_path: Path, times: float, said: str) -> None:
+    """Each loss is a sum that is divided by the batch of all ranks."""
+    loss: Event = {"kind": "loss", "event": 0, "terms": [sum_of(32)]}
+    runs = [trained(tmp_path / str(rank), [one], [loss]) for rank, one in enumerate((ONE, OTHER))]
+    batch: Event = {"kind": "batch", "window": 0, "size": 16, "training": True}
+    ours, report = trained(tmp_path / "ranks", [times * (ONE + OTHER)], [batch]).record, Report(ranks=2)
+    ours = replace(ours, ranks=[ours.ranks[0], *record(list(ours.ranks[0].events)).ranks])
+    average.judge_by_rank(ours, runs, ours.ranks[0].steps, report, WHY)
+    assert [*(one.code for one in report.errors), report.coverage["gradients"].partition(":")[0]][0] == said
+
+
 @pytest.mark.parametrize(
     ("used", "terms", "said"),
     [

@@ -14,8 +14,7 @@ from torch import nn
 from samestep.verification import numerics
 from samestep.verification.findings import Finding
 from samestep.verification.journal import value_path
-from samestep.verification.judging import explanations, moved, windows
-from samestep.verification.judging.average import uneven_counts
+from samestep.verification.judging import average, explanations, moved, windows
 from samestep.verification.judging.explanations import CARRIED
 from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.others import Others
@@ -311,23 +310,31 @@ def test_a_part_of_the_loss_that_is_a_mean_over_unlike_parts_is_found(tmp_path: 
     ranks = [Rank(rank.number, [*losses(7.0 + rank.number), *rank.events]) for rank in record.ranks]
     for rank in ranks:
         rank.events[:] = [one for one in rank.events if one["kind"] != "backward" or "terms" in one]
-    assert uneven_counts(Record(tmp_path, ranks), ranks[0].steps[0]) == [7.0, 8.0]
-    assert uneven_counts(Record(tmp_path, [ranks[0], Rank(1, ranks[0].events)]), ranks[0].steps[0]) is None
+    assert average.uneven_counts(Record(tmp_path, ranks), ranks[0].steps[0]) == [7.0, 8.0]
+    assert average.uneven_counts(Record(tmp_path, [ranks[0], Rank(1, ranks[0].events)]), ranks[0].steps[0]) is None
 
 
 @pytest.mark.parametrize(
-    ("merged", "sizes", "severity"),
+    ("merged", "sizes", "factors", "severity"),
     [
-        (0.5 * ONE + 1.5 * OTHER, (4, 4), "error"),
-        (0.5 * ONE + 1.5 * OTHER, (2, 6), "note"),
-        (ONE + OTHER, (4, 4), None),
-        (APART, (4, 4), None),  # a loss that compares samples
+        (0.5 * ONE + 1.5 * OTHER, (4, 4), (1.0, 1.0), "error"),
+        (0.5 * ONE + 1.5 * OTHER, (4, 4), (0.7, 0.3), None),  # each source of data has a weight
+        (0.5 * ONE + 1.5 * OTHER, (2, 6), (1.0, 1.0), "note"),
+        (ONE + OTHER, (4, 4), (1.0, 1.0), None),
+        (APART, (4, 4), (1.0, 1.0), None),  # a loss that compares samples
     ],
 )
 def test_micro_batches_that_count_alike_and_are_not_are_found(
-    tmp_path: Path, merged: torch.Tensor, sizes: tuple[int, int], severity: str | None
+    tmp_path: Path,
+    merged: torch.Tensor,
+    sizes: tuple[int, int],
+    factors: tuple[float, float],
+    severity: str | None,
 ) -> None:
-    batches = [{"kind": "batch", "training": True, "key": "a.py:1#1", "window": 0, "size": size} for size in sizes]
+    about: Event = {"training": True, "key": "a.py:1#1", "window": 0}
+    batches: list[Event] = [{"kind": "batch", **about, "size": size} for size in sizes]
+    terms = ([{"factor": factor, "mean": True}] for factor in factors)
+    batches += [{"kind": "backward", "window": 0, "where": "train.py:25", "terms": one} for one in terms]
     record = two_ranks(tmp_path / "ranks", [ONE + OTHER], batches)
     alone, whole = (trained(tmp_path / name, [one]) for name, one in (("alone", ONE + OTHER), ("merged", merged)))
 
@@ -459,6 +466,55 @@ def test_what_a_script_writes_into_parameters_behind_a_step_is_compared(
     moved.judge(ranks, whole, lambda: Record(tmp_path / "own", [Rank(0, [window])]), report)
     assert [(one.code, one.tensor, one.step) for one in report.errors] == [("parameters-diverged", "w", 0)] * is_found
     assert ranks.ranks[0].written_before(1) == {0: {"w"}}
+
+
+@pytest.mark.parametrize(
+    ("factors", "own", "samples", "is_so"),
+    [
+        ((0.5 / 16, -0.25 / 16), (0.5 / 16, -0.25 / 16), 16, True),
+        ((0.5 / 16, -0.25 / 16), (0.5 / 32, -0.25 / 32), 16, False),  # the batch of all, divided by their number
+        ((0.5 / 16, -0.25 / 16), (0.5 / 16, -0.25 / 16), 32, False),
+        ((1.0, 0.5), (1.0, 0.5), 16, False),  # a sum that is not divided
+    ],
+)
+def test_a_constant_that_divides_sums_may_be_that_of_a_process(
+    factors: tuple[float, float], own: tuple[float, float], samples: int, *, is_so: bool
+) -> None:
+    def process(factors: tuple[float, float], samples: int) -> list[Event]:
+        terms = [{"factor": one, "mean": False, "count": None, "shape": [16]} for one in factors]
+        batch: Event = {"kind": "batch", "window": 0, "size": samples, "training": True}
+        return [batch, {"kind": "backward", "window": 0, "where": "train.py:25", "terms": terms}, step(0, "g")]
+
+    rank = process(factors, 16)
+    alone = record(process(own, samples))
+    assert average.are_divided_alike_alone(record(rank, rank), alone, rank[-1]) is is_so
+
+
+def test_the_weight_of_a_part_of_the_loss_may_follow_samples() -> None:
+    """An annealed term: two ranks come to a weight in half as many steps as one process."""
+
+    def process(weights: list[float], samples: int) -> list[Event]:
+        events: list[Event] = []
+        for window, weight in enumerate(weights):
+            terms = [{"factor": one, "mean": True, "count": 8.0, "shape": [8]} for one in (1.0, weight)]
+            events += [
+                {"kind": "batch", "window": window, "size": samples, "training": True},
+                {"kind": "backward", "window": window, "where": "train.py:25", "terms": terms},
+                step(window, "g"),
+            ]
+        return events
+
+    ended = Ended(code=0, hung=False, failure=None, folder=Path("/nowhere"))
+    rank, whole = process([0.0, 0.2], 8), Run(ended, record(process([0.0, 0.1], 16)))
+    for weights, samples, is_found in (
+        ([0.0, 0.1, 0.2, 0.3, 0.4], 8, True),
+        ([0.0, 0.1, 0.2, 0.3, 0.4], 16, False),  # it has the batch of all ranks
+        ([0.0, 0.1, 0.15, 0.15, 0.15], 8, False),  # it never comes to that weight
+    ):
+        alone = record(process(weights, samples))
+        others = Others(lambda: whole, list, own_pace=lambda alone=alone: alone)
+        found = explanations.Explanations(record(rank, rank), whole, others)._weighed_by_samples(rank[-1])
+        assert (found is not None and found.severity == "note") is is_found
 
 
 @pytest.mark.parametrize(("samples", "factor", "severity"), [(16, 0.5, "note"), (8, 0.5, "error"), (16, 2.0, "error")])

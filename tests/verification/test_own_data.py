@@ -17,6 +17,7 @@ from samestep.verification.journal import value_path
 from samestep.verification.judging import own_data
 from samestep.verification.judging.own_data import are_seeded_apart, draw_together
 from samestep.verification.judging.own_pace import (
+    arrives,
     begins_apart,
     ends_with_as_many,
     follows,
@@ -225,6 +226,30 @@ def test_one_process_at_its_own_pace_takes_the_ranks_steps(
     assert follows(ranks, trains(tmp_path / "alone", alone, **how)) is is_followed
 
 
+@pytest.mark.parametrize(
+    ("times", "rate", "last", "does"),
+    [(0.5, 0.2, 3.0, True), (0.5, 0.1, 3.0, False), (1.0, 0.1, 3.0, True), (0.5, 0.2, 3.1, False)],
+    ids=["the rate makes up", "it does not", "the same", "other parameters"],
+)
+def test_one_process_may_arrive_at_the_ranks_parameters(
+    tmp_path: Path, times: float, rate: float, last: float, *, does: bool
+) -> None:
+    """A rank's sum is divided by the number of ranks, and the rate is larger by as much."""
+
+    def takes(folder: Path, times: float, rate: float, end: float, ranks: int) -> Record:
+        values = (0.0, 1.0, 2.0, end)
+        for number, value in enumerate(values):
+            kept(folder, 0, number, {"parameters": {0: {"w": torch.tensor([value, 1.0])}}, "buffers": {}})
+        windows = [{"kind": "window", "number": number, "kept": number} for number in range(len(values))]
+        about = {"rates": [rate], "kept": 0}
+        steps = [step(number, "g", norms={"w": times * norm}, **about) for number, norm in enumerate(NORMS)]
+        unkept = [{**one, "kept": None} for one in windows]
+        return Record(folder, [Rank(rank, [*(unkept if rank else windows), *steps, ended()]) for rank in range(ranks)])
+
+    ranks = takes(tmp_path / "ranks", times, rate, last, 2)
+    assert arrives(ranks, takes(tmp_path / "alone", 1.0, 0.1, 3.0, 1)) is does
+
+
 def test_steps_behind_those_that_were_asked_for_are_not_compared(tmp_path: Path) -> None:
     """A pass was ended early to reach what follows it, and the ranks go on with other samples."""
     norms = [*NORMS, *NORMS]
@@ -331,11 +356,15 @@ def test_generators_that_ranks_seed_otherwise_are_known(seeds: tuple[str | None,
     assert are_seeded_apart(recorded(*ranks)) is are_apart
 
 
-@pytest.mark.parametrize(("sizes", "is_over"), [([2, 2, 2, 2], True), ([2, 2, 2], False)])
+@pytest.mark.parametrize(
+    ("sizes", "is_over"),
+    [([2] * 4, True), ([2] * 5, True), ([2] * 3, False), ([2] * 6, False)],
+    ids=["the same", "the rest of a budget", "fewer", "a step of all ranks more"],
+)
 def test_one_process_may_take_smaller_steps_to_the_end_of_the_same_samples(
     tmp_path: Path, sizes: list[int], *, is_over: bool
 ) -> None:
-    ranks, one = trains(tmp_path / "ranks", NORMS[:2], ranks=2), trains(tmp_path / "alone", NORMS[: len(sizes)])
+    ranks, one = trains(tmp_path / "ranks", NORMS[:2], ranks=2), trains(tmp_path / "alone", [1.0] * len(sizes))
     for record, each in ((ranks, [2, 2]), (one, sizes)):
         for rank in record.ranks:
             rank.events.extend(

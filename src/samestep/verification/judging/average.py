@@ -197,8 +197,9 @@ def judge_by_rank(record: Record, runs: Sequence[Run], steps: list[Event], repor
             leave_open("it is not known over how many values each rank's loss is a mean")
             return
         if right is not None and not _are_near(shares, right):
+            is_mean = are_weights and abs(sum(right) - 1) <= _NEAR
             weighs = mean_of_means(record, step, right, shares)
-            report.add([weighs if are_weights else scaled(record, step, total)])
+            report.add([weighs if is_mean else scaled(record, step, total / sum(right))])
             return
         errors.append(found.left)
     if not errors:

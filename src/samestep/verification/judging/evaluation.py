@@ -55,6 +55,7 @@ _STEADY = 1e-3  # of a number that one process comes to twice
 _CLOSE = 1e-4  # of a sum; the parameters are the same, so this is rounding
 
 _EXACT = 1e-8  # of a number, in float64
+_LOW = 2**-7  # of a number: the precision of bfloat16; what is further apart is not rounded, though runs may differ
 _NOTHING = 1e-4  # of a number's size: what is left of rounding in float64 is some 1e-9 of it
 
 _SUMS = "all_reduce the sum over the samples and their number, then divide once; samestep.evaluate(…) does all of it"
@@ -327,7 +328,9 @@ def is_rounding(where: str | None, records: tuple[Record, Record], in_float64: t
                 found = [each[place][number] for each in double if number < len(each.get(place, ()))]
                 size = max(abs(one), abs(other))
                 is_nothing = all(abs(value) <= _NOTHING * size for value in found)
-                apart.append(len(found) == len(double) and (is_nothing or _close(found[0], found[1], _EXACT)))
+                is_known = len(found) == len(double)
+                agrees = is_known and _close(one, other, _LOW) and _close(found[0], found[1], _EXACT)
+                apart.append(is_known and (is_nothing or agrees))
     return bool(apart) and all(apart)
 
 

@@ -61,8 +61,8 @@ def judge(record: Record, steps: list[Event], whole: Run, merged: Again, apart: 
 
 def _are_weighed(backwards: Sequence[Event]) -> bool:
     """Whether the means of micro-batches have constant factors of their own: one for each source of data, say."""
-    factors = [tuple(term["factor"] for term in one.get("terms") or () if term["mean"]) for one in backwards]
-    return len(set(factors)) > 1
+    means = [[term["factor"] for term in one.get("terms") or () if term["mean"]] for one in backwards]
+    return len({tuple(factors) for factors in means if factors}) > 1
 
 
 def _differ(step: Event, whole: Run, together: Run) -> bool:
