@@ -710,6 +710,25 @@ def test_a_closure_s_gradients_are_judged_once_they_are_there(by_name):
         assert model.nonfinite.skipped == 1
 
 
+class Damped(torch.optim.SGD):
+    """An optimizer of its own, whose steps take a function of an argument, and a number."""
+
+    def step(self, residuals, damping):
+        residuals(damping)
+        super().step()
+        return damping
+
+
+def test_an_optimizer_may_give_arguments_to_what_its_step_takes():
+    with samestep.world() as world:
+        model = samestep.replicate(net(), world, nonfinite="skip")
+        optimizer = Damped(model.parameters(), lr=0.1)
+        seen = []
+        assert optimizer.step(seen.append, 0.5) == 0.5
+        assert optimizer.step(lambda damping: seen.append(2 * damping), 0.5) == 0.5
+        assert seen == [0.5, 1.0]
+
+
 def test_lbfgs_skips_what_it_begins_with_and_stops_at_what_it_went_to():
     with samestep.world() as world, redirect_stderr(io.StringIO()):
         model = samestep.replicate(net(), world, nonfinite="skip")

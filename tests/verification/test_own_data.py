@@ -247,7 +247,9 @@ def test_one_process_may_arrive_at_the_ranks_parameters(
         return Record(folder, [Rank(rank, [*(unkept if rank else windows), *steps, ended()]) for rank in range(ranks)])
 
     ranks = takes(tmp_path / "ranks", times, rate, last, 2)
-    assert arrives(ranks, takes(tmp_path / "alone", 1.0, 0.1, 3.0, 1)) is does
+    alone = takes(tmp_path / "alone", 1.0, 0.1, 3.0, 1)
+    assert arrives(ranks, alone) is does
+    assert arrives(ranks, alone, by_parameters=True) is (last == 3.0)  # ranks have gradients of their own
 
 
 def test_steps_behind_those_that_were_asked_for_are_not_compared(tmp_path: Path) -> None:

@@ -150,6 +150,31 @@ def test_gradients_of_all_parts_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rates", "found"),
+    [({"out.weight": 0.01}, []), ({"out.weight": 0.1}, ["out.weight"]), (dict.fromkeys(WHOLE, 0.2), [])],
+    ids=["by layer", "of another layer", "scaled"],
+)
+def test_rates_are_compared_by_the_place_of_a_parameter(
+    tmp_path: Path, rates: dict[str, float], found: list[str]
+) -> None:
+    """A layer may have a rate of its own, by its depth in the whole model."""
+    known = parts(tmp_path, halves(GRADIENTS))
+
+    def with_rates(record: Record, rates: dict[str, float]) -> Record:
+        own = [rates.get(one, 0.1) for one in WHOLE]
+        names = {"kind": "names", "optimizer": 0, "names": [*WHOLE], "groups": [*range(len(own))]}
+        taken = [
+            [{**one, "rates": own} if one["kind"] == "step" else one for one in rank.events] for rank in record.ranks
+        ]
+        return Record(record.folder, [Rank(number, [names, *events]) for number, events in enumerate(taken)])
+
+    of_parts = Parts(with_rates(known.record, rates), with_rates(known.alone, {"out.weight": 0.01}))
+    assert [(one.code, one.tensor) for one in of_parts.findings(inputs_are_known=True)] == [
+        ("learning-rate-differs", name) for name in found
+    ]
+
+
+@pytest.mark.parametrize(
     ("times", "inputs_are_known", "rate", "found"),
     [
         ({"norm.weight": (0.25, 0.75)}, False, 0.1, ("gradients-not-synchronised", "norm.weight")),

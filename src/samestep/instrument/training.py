@@ -96,13 +96,13 @@ class _Steps:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         optimizer.samestep_evaluations = 0
-        if closure is None:
+        if not callable(closure):  # an optimizer of the script's own may take something else
             call("before_step", optimizer)
             return None
 
         @functools.wraps(closure)
-        def reporting() -> Any:
-            loss = closure()
+        def reporting(*args: Any, **kwargs: Any) -> Any:
+            loss = closure(*args, **kwargs)
             optimizer.samestep_evaluations += 1
             if optimizer.samestep_evaluations == 1:
                 call("before_step", optimizer)

@@ -189,14 +189,14 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         return None
     watched.steps += 1
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
+    if not callable(closure):  # an optimizer of the script's own may take something else
         _check(optimizer, watched, undoable=True)
         return None
     is_first = True
 
-    def guarded() -> Any:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_first
-        loss = closure()
+        loss = closure(*args, **kwargs)
         undoable, is_first = is_first, False  # after the first call, LBFGS has moved the parameters
         _check(optimizer, watched, undoable=undoable)
         return loss

@@ -268,18 +268,20 @@ def _verified(runner: Runner, steps: int) -> Report:
         report.conclude()
         report.remarks += _remarks(recorded.ended, report)
         return report
+    is_followed = False
     if are_replicas:
         with leaving_open(report):
             _compare(runner, record, whole, own_pace, report)
             _compare_later(runner, record, whole, own_pace, report)
+            if record.steps and not recorded.has_failed:
+                is_followed = _judge_own_pace(runner, record, run_at_own_pace(), report, decides=whole.has_failed)
             if record.steps and not (recorded.has_failed or whole.has_failed):
-                _judge_own_pace(runner, record, run_at_own_pace(), report)
                 _judge_sudden(runner, record, own_pace(), report)
                 judge_tail(record, own_pace(), report)
                 _withdraw_rounding(runner, record, whole, report)
     if recorded.has_failed:
         blame(recorded, whole, run_at_own_pace, report)
-    elif whole.has_failed and not owns:
+    elif whole.has_failed and not (owns or is_followed):
         fault = machine.recorder_fault(whole.ended)
         fails = f"alone, with the samples of all ranks, the script fails: {reason_of(whole.ended)}"
         report.inconclusive = fault or fails
@@ -375,10 +377,11 @@ def _judge_cut(record: Record, alone: Record, report: Report, first: parts.Parts
         evaluation.judge(record, alone, report)
 
 
-def _judge_own_pace(runner: Runner, record: Record, run: Run, report: Report) -> None:
+def _judge_own_pace(runner: Runner, record: Record, run: Run, report: Report, *, decides: bool = False) -> bool:
     """Compares the ranks with one process that loads its samples by itself, and takes steps at its own pace.
 
-    Where it trains as the ranks do, from the first step to the last, no comparison of parts says more.
+    Where it trains as the ranks do, from the first step to the last, no comparison of parts says more; `decides` says
+    that no other process could be compared. Returns whether it is known to do so.
     """
     alone = run.record
     if not report.errors:
@@ -396,8 +399,9 @@ def _judge_own_pace(runner: Runner, record: Record, run: Run, report: Report) ->
         report.withdraw(found, AGREES, "one process at its own pace ends with as many samples as all ranks")
         accusing.remove(found)
     compares_evaluation = any(rank.of("evaluated", "ran") for rank in record.ranks)
-    if not (open_ones or accusing or compares_evaluation) or not (follows(record, alone) or arrives(record, alone)):
-        return
+    is_of_use = bool(open_ones or accusing) or compares_evaluation or decides
+    if not is_of_use or run.has_failed or not _trains_alike(runner, record, alone):
+        return False
     margin = f"{plural(record.steps, 'step')} of one process at its own pace"
     for found in accusing:
         report.withdraw(found, AGREES, margin)
@@ -405,6 +409,22 @@ def _judge_own_pace(runner: Runner, record: Record, run: Run, report: Report) ->
         report.cover(name, AGREES, margin)
     if compares_evaluation:
         _judge_evaluation(runner, record, run, report)
+    return True
+
+
+def _trains_alike(runner: Runner, record: Record, alone: Record) -> bool:
+    """Whether one process has the ranks' gradients or, where these have some of their own, their parameters."""
+    if follows(record, alone) or arrives(record, alone):
+        return True
+    if states.averaged_behind(record) is None or not arrives(record, alone, by_parameters=True):
+        return False
+    last = record.ranks[0].steps[record.steps - 1]["window"]
+    ranks, one = (
+        runner.recorded(f"{name}, keeping the last step", number, steps=record.steps, keep=[0, 1, 2, last])
+        for name, number in ((f"{record.size} ranks", record.size), ("one process at its own pace", 1))
+    )
+    has_failed = ranks.has_failed or one.has_failed
+    return not has_failed and arrives(ranks.record, one.record, by_parameters=True)
 
 
 def _judge_evaluation(runner: Runner, record: Record, run: Run, report: Report) -> None:

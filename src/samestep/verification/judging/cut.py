@@ -16,7 +16,7 @@ from functools import cached_property
 from samestep.text import plural
 from samestep.verification.findings import AGREES, Finding
 from samestep.verification.journal import Event
-from samestep.verification.judging.placement import Place
+from samestep.verification.judging.placement import Place, rates_beside
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.report import Report
 
@@ -120,6 +120,14 @@ class Parts:
         return self.record.is_cut_short or len(self.alone.ranks[0].steps) == self._steps
 
     def _have_its_rates(self, place: int) -> bool:
+        theirs = self.alone.ranks[0].rates_of_all(place)
+        pairs = [
+            pair
+            for rank, found in zip(self.record.ranks, self._places, strict=True)
+            for pair in rates_beside(rank.rates_of_all(place), found, theirs).values()
+        ]
+        if pairs:
+            return all(math.isclose(*pair) for pair in pairs)
         rates = [{*rank.steps[place]["rates"]} for rank in [*self.record.ranks, self.alone.ranks[0]]]
         return all(one == rates[0] for one in rates)
 

@@ -213,10 +213,11 @@ def follows(record: Record, alone: Record) -> bool:
     return is_together and worst_error(record, alone, kept) is not None
 
 
-def arrives(record: Record, alone: Record) -> bool:
+def arrives(record: Record, alone: Record, *, by_parameters: bool = False) -> bool:
     """Returns whether one process has the ranks' parameters before every step whose values were kept.
 
-    Gradients may be smaller, and rates larger by as much, in all steps to the end.
+    Gradients may be smaller, and rates larger by as much, in all steps to the end; `by_parameters` says that ranks step
+    with gradients of their own.
     """
     if not alone.ranks or record.is_cut or alone.is_cut:
         return False
@@ -226,7 +227,7 @@ def arrives(record: Record, alone: Record) -> bool:
     windows = [step["window"] for step in record.kept_steps]
     states = [(record.parameters(window), alone.parameters(window)) for window in windows]
     known = [(mine, theirs) for mine, theirs in states if mine and mine.keys() == theirs.keys()]
-    if len(known) < len(states) or len(known) <= _FIRST or not _have_one_ratio(record, alone):
+    if len(known) < len(states) or len(known) <= _FIRST or not (by_parameters or _have_one_ratio(record, alone)):
         return False
     begun = known[0][1]
     for place, (mine, theirs) in enumerate(known):

@@ -23,7 +23,7 @@ from samestep.verification import numerics
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
 from samestep.verification.judging import own_data
-from samestep.verification.judging.placement import Place, make_the_whole, places
+from samestep.verification.judging.placement import Place, make_the_whole, places, rates_beside
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.states import built_at, made
 from samestep.verification.recording.parts import Due, Part
@@ -120,6 +120,9 @@ class Parts:
         Either some of them are, so that the samples are one process's, too; or `inputs_are_known` to be the same.
         """
         for number in range(self._steps):
+            if (found := self._rate_apart(number)) is not None:
+                yield found
+                return
             same, apart = self._compared(number)
             apart = [pair for pair in apart if not pair.place.candidates]
             if not apart:
@@ -252,7 +255,41 @@ class Parts:
             if len(steps) == self.record.size and len(after) == 1 < len(gradients) and None not in after:
                 yield keys
 
+    def _rate_apart(self, number: int) -> Finding | None:
+        """The finding for the first parameter whose rate is not one process's, where those of some others are."""
+        theirs, same = self.alone.ranks[0].rates_of_all(number), 0
+        apart: list[tuple[Rank, str, float, float]] = []
+        for rank, found in zip(self.record.ranks, self.places, strict=True):
+            for name, (mine, other) in rates_beside(rank.rates_of_all(number), found, theirs).items():
+                if math.isclose(mine, other):
+                    same += 1
+                else:
+                    apart.append((rank, name, mine, other))
+        if not apart or same < _FEWEST:
+            return None
+        rank, name, mine, other = apart[0]
+        return Finding(
+            code="learning-rate-differs",
+            rank=rank.number,
+            step=number,
+            tensor=name,
+            factor=round(mine / other, 6) if other else None,
+            where=next((one["where"] for one in rank.of("optimizer")), None) or rank.steps[number]["where"],
+            cause=f"rank {rank.number} steps {name} with the rate {mine:.4g}, one process with {other:.4g}, and "
+            f"{plural(same, 'other parameter')} with one process's: it depends on the part of the model that the rank "
+            "has, such as the number of a layer in it",
+            fix="compute rates from the place of a parameter in the whole model",
+        )
+
     def _have_its_rates(self, number: int) -> bool:
+        theirs = self.alone.ranks[0].rates_of_all(number)
+        pairs = [
+            pair
+            for rank, found in zip(self.record.ranks, self.places, strict=True)
+            for pair in rates_beside(rank.rates_of_all(number), found, theirs).values()
+        ]
+        if pairs:
+            return all(math.isclose(*pair) for pair in pairs)
         rates = [{*rank.steps[number]["rates"]} for rank in [*self.record.ranks, self.alone.ranks[0]]]
         return all(one == rates[0] for one in rates)
 

@@ -93,6 +93,12 @@ class Rank:
         pairs = zip(held[-1]["names"], held[-1]["groups"], strict=True) if held else ()
         return {name: step["rates"][group] for name, group in pairs if group < len(step["rates"])}
 
+    def rates_of_all(self, number: int) -> dict[str, float]:
+        """Returns those of a step by the names that parameters of several optimizers have."""
+        step = self.steps[number]
+        prefix = f"optimizer {step['optimizer']}: " if step["optimizer"] else ""
+        return {f"{prefix}{name}": rate for name, rate in self.rates_by_name(step).items()}
+
     @cached_property
     def ended(self) -> Event | None:
         """How its script ended; None where it was stopped or died."""
