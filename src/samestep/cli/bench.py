@@ -72,11 +72,15 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     _show(report)
     if options.write is not None:
-        write_atomic(options.write, [report.file])
-        print(f"{options.write} is written: samestep plan --cluster {shlex.quote(str(options.write))} train.py")
+        _write(options.write, report.file)
     if options.plot is not None:
         draw(report, options.plot)
     return write_json(options.json, report.as_json())
+
+
+def _write(file: Path, text: str) -> None:
+    write_atomic(file, [text])
+    print(f"{file} is written: samestep plan --cluster {shlex.quote(str(file))} train.py")
 
 
 def _parser() -> Parser:
