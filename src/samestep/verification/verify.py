@@ -400,7 +400,7 @@ def _judge_own_pace(runner: Runner, record: Record, run: Run, report: Report, *,
         accusing.remove(found)
     compares_evaluation = any(rank.of("evaluated", "ran") for rank in record.ranks)
     is_of_use = bool(open_ones or accusing) or compares_evaluation or decides
-    if not is_of_use or run.has_failed or not _trains_alike(runner, record, alone):
+    if not is_of_use or run.has_failed or not _trains_the_same(runner, record, alone):
         return False
     margin = f"{plural(record.steps, 'step')} of one process at its own pace"
     for found in accusing:
@@ -412,7 +412,7 @@ def _judge_own_pace(runner: Runner, record: Record, run: Run, report: Report, *,
     return True
 
 
-def _trains_alike(runner: Runner, record: Record, alone: Record) -> bool:
+def _trains_the_same(runner: Runner, record: Record, alone: Record) -> bool:
     """Whether one process has the ranks' gradients or, where these have some of their own, their parameters."""
     if follows(record, alone) or arrives(record, alone):
         return True
