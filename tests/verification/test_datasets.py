@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from samestep.verification.recording.datasets import fingerprint
+from samestep.verification.recording.datasets import fingerprint, mixes
 
 
 class Noisy:
@@ -40,3 +42,25 @@ def test_noise_is_alike_wherever_a_dataset_draws_it_from() -> None:
     assert fingerprint(own) == fingerprint(other) != fingerprint(Noisy(None))
     assert torch.equal(own[0], Noisy(3)[0])
     assert fingerprint(Restless(None)) == {}
+
+
+@dataclass
+class Collator:
+    """One without a hash, as collators that are data classes have none."""
+
+    roll: int
+
+    def __call__(self, samples: list[torch.Tensor]) -> list[torch.Tensor]:
+        stacked = torch.stack(samples)
+        return [stacked, stacked.roll(self.roll, 0)]
+
+
+@pytest.mark.parametrize(("roll", "are_mixed"), [(0, False), (1, True)])
+def test_a_look_at_a_collate_function_draws_no_number_of_the_script_s(roll: int, *, are_mixed: bool) -> None:
+    for dataset in (Noisy(3), Noisy(None)):
+        before = torch.get_rng_state()
+        assert mixes(dataset, Collator(roll)) is are_mixed
+        assert torch.equal(torch.get_rng_state(), before)
+    held = Noisy(3)
+    mixes(held, Collator(roll))
+    assert torch.equal(held[0], Noisy(3)[0])

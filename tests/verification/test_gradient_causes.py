@@ -529,7 +529,7 @@ def test_a_sum_over_the_number_of_a_rank_s_own_samples_is_their_mean(
     ranks, whole = record(rank, rank), Run(ended, record(rank))
     found = explanations.Explanations(ranks, whole, Others(lambda: whole, list))._scaled(rank[-1], factor, [])
     assert (found.code, found.severity) == ("gradient-scale", severity)
-    assert ("by a constant, their number" in found.cause) == (severity == "note")
+    assert ("by a constant, such as their number" in found.cause) == (severity == "note")
 
 
 @pytest.mark.parametrize("broadcasts", [True, False])

@@ -12,7 +12,7 @@ from journals import Event, ended, passed, step
 from journals import record as recorded
 from torch import Tensor
 
-from samestep.verification.findings import AGREES
+from samestep.verification.findings import AGREES, Finding
 from samestep.verification.journal import value_path
 from samestep.verification.judging import own_data
 from samestep.verification.judging.own_data import are_seeded_apart, draw_together
@@ -288,8 +288,6 @@ def test_a_rank_that_takes_other_steps_is_not_followed(tmp_path: Path) -> None:
 
 def test_what_one_process_at_its_own_pace_has_too_is_no_error(tmp_path: Path) -> None:
     """Ranks that skip a step together leave out samples, which one process leaves out as well."""
-    from samestep.verification.findings import Finding
-
     ranks, alone = trains(tmp_path / "ranks", NORMS, ranks=2), trains(tmp_path / "alone", NORMS)
     report = Report(ranks=2, steps=4)
     codes = ("gradient-scale", "samples-missing", "parameters-diverged", "same-order-every-epoch")
@@ -299,6 +297,21 @@ def test_what_one_process_at_its_own_pace_has_too_is_no_error(tmp_path: Path) ->
     assert [one.code for one in report.errors] == ["parameters-diverged", "same-order-every-epoch"]
     assert report.coverage["gradients"] == report.coverage["updates"] == AGREES
     assert report.coverage["data"] != AGREES
+
+
+@pytest.mark.parametrize("drops_out", [False, True])
+def test_equal_draws_of_the_ranks_may_be_meant_but_no_equal_masks_of_dropout(
+    tmp_path: Path, *, drops_out: bool
+) -> None:
+    """Dropout is off in all runs, so that one process with the ranks' gradients tells nothing of its masks."""
+    ranks, alone = trains(tmp_path / "ranks", NORMS, ranks=2), trains(tmp_path / "alone", NORMS)
+    for rank in ranks.ranks:
+        rank.events.extend([{"kind": "stream", "window": 0, "state": "s", "where": "train.py:20"}] * drops_out)
+    report = Report(ranks=2, steps=4)
+    report.add([Finding(code="random-streams", cause="…")])
+    run = Run(Ended(code=0, hung=False, failure=None, folder=tmp_path), alone)
+    assert _judge_own_pace(cast("Runner", None), ranks, run, report)
+    assert [one.code for one in report.errors] == ["random-streams"] * drops_out
 
 
 @pytest.mark.parametrize(

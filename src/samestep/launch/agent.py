@@ -62,7 +62,7 @@ class JoinInfo:
 
 
 class Agent:
-    """Serves a controller; where it is told how it joined, that is on another host.
+    """Serves a controller, on this host or on another one.
 
     When the input `lifeline` ends, the transport is gone, and it ends as if the controller had hung up.
     """

@@ -390,10 +390,13 @@ def _judge_own_pace(runner: Runner, record: Record, run: Run, report: Report, *,
         report.add(first.findings(inputs_are_known=first.have_the_same_inputs, only_by_inputs=True))
     open_ones = [name for name in _OF_TRAINING if is_open(report, name)]
     of_samples = set() if record.is_cut_short or each_has_all(record) else locating.OF_SAMPLES
+    drops_out = any(rank.of("stream", "mask") for rank in record.ranks)  # dropout is off in all runs
     accusing = [
         one
         for one in report.errors
-        if one.code in _OF_STEPS or one.property == "random" or (one.property == "data" and one.code in of_samples)
+        if one.code in _OF_STEPS
+        or (one.property == "random" and not drops_out)
+        or (one.property == "data" and one.code in of_samples)
     ]
     for found in [one for one in accusing if one.code == "steps-differ"] if ends_with_as_many(record, alone) else ():
         report.withdraw(found, AGREES, "one process at its own pace ends with as many samples as all ranks")

@@ -112,7 +112,7 @@ def _judge_weights(
         return mean.is_plain
     clipped = clipping(record, step)
     total, size = found.factors[0] / (clipped or 1.0), record.size
-    if _is_clipped(total, clipped, size):
+    if _is_clipped(total, clipped, record, step):
         return True
     if _is_near(total * mean.factor, 1.0):
         return True
@@ -190,7 +190,7 @@ def judge_by_rank(record: Record, runs: Sequence[Run], steps: list[Event], repor
             return
         clipped = clipping(record, step)
         total = sum(found.factors) / (clipped or 1.0)
-        is_unknown = _is_clipped(total, clipped, record.size)
+        is_unknown = _is_clipped(total, clipped, record, step)
         shares = [one / (sum(found.factors) if is_unknown else clipped or 1.0) for one in found.factors]
         are_weights = is_unknown or abs(total - 1) <= _NEAR
         if right is None and (not are_weights or _are_near(shares, [1 / len(runs)] * len(runs))):
@@ -251,7 +251,7 @@ def judge_in_turn(record: Record, run: Run, steps: list[Event], report: Report) 
         clipped = clipping(record, step)
         total = sum(found.factors) / (clipped or 1.0)
         are_equal = all(_is_near(one / found.factors[0], 1.0) for one in found.factors)
-        is_mean = _is_near(total, 1.0) or _is_clipped(total, clipped, record.size)
+        is_mean = _is_near(total, 1.0) or _is_clipped(total, clipped, record, step)
         if not (are_equal or is_mean) or (are_equal and not are_alike(record, step)):
             return False
         if not is_mean:
@@ -390,9 +390,13 @@ def _is_near(number: float, right: float) -> bool:
     return abs(number - right) <= _NEAR * abs(right)
 
 
-def _is_clipped(total: float, clipped: float | None, size: int) -> bool:
-    """Whether a gradient is smaller than the mean by a clipping of an unknown norm, or by the script's own code."""
-    is_divided = any(_is_near(total * times, 1.0) for times in (size, size**2))
+def _is_clipped(total: float, clipped: float | None, record: Record, step: Event) -> bool:
+    """Whether a gradient is smaller than the mean by a clipping of an unknown norm, or by the script's own code.
+
+    It is not if it is divided by the number of ranks, or of micro-batches, once or twice.
+    """
+    size, micro = record.size, max(step["micro"], 1)
+    is_divided = any(_is_near(total * times, 1.0) for times in (size, size**2, micro, micro**2, size * micro))
     return 0 < total < 1 and (clipped is None or not (is_divided or _is_near(total, 1.0)))
 
 

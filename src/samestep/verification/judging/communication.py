@@ -46,7 +46,11 @@ def first_difference(first: Rank, other: Rank) -> Finding | None:
 
 def calls(rank: Rank) -> list[Event]:
     """Returns a rank's collectives of more than two, in order."""
-    return [event for event in rank.of("collective") if not (event["between_two"] or event.get("of_members"))]
+    return list(filter(_is_of_several, rank.of("collective")))
+
+
+def _is_of_several(event: Event) -> bool:
+    return event["kind"] == "collective" and not (event["between_two"] or event.get("of_members"))
 
 
 def _compared(first: Rank, other: Rank) -> Iterator[Finding]:
@@ -54,12 +58,11 @@ def _compared(first: Rank, other: Rank) -> Iterator[Finding]:
     for group in sorted(groups):
         mine = [call for call in calls(first) if call["group"] == group]
         theirs = [call for call in calls(other) if call["group"] == group]
-        for index, (one, two) in enumerate(zip(mine, theirs, strict=False)):
+        for one, two in zip(mine, theirs, strict=False):
             if _signature(one) == _signature(two) and one["where"] == two["where"]:
                 continue
-            pieces = _piece_of(first, one), _piece_of(other, two)
             is_of_root = _is_of_root(one, two, {first.number, other.number})
-            if not is_of_root and _exchanged(mine[index:], theirs[index:], pieces):
+            if not is_of_root and _are_exchanged((first, one), (other, two)):
                 yield _order(other, one, two)
                 return
             if _signature(one) != _signature(two):
@@ -81,21 +84,19 @@ def _is_of_root(one: Event, two: Event, ranks: set[int]) -> bool:
     return one["op"] in _ROOTED and _signature(one) == _signature(two) and (one["root"] or 0) in ranks
 
 
-def _exchanged(mine: list[Event], theirs: list[Event], pieces: tuple[list[Event], list[Event]]) -> bool:
-    """Whether each rank comes by the other's line within one batch; from batch to batch it may choose."""
-    here, there = mine[0]["where"], theirs[0]["where"]
-    later = [
-        {call["where"] for call in calls[1:_AHEAD] if call in piece}
-        for calls, piece in zip((theirs, mine), pieces[::-1], strict=True)
-    ]
-    return here != there and here in later[0] and there in later[1]
+def _are_exchanged(mine: tuple[Rank, Event], theirs: tuple[Rank, Event]) -> bool:
+    """Whether each of two ranks comes by the other's line, too, within one batch; from batch to batch it may choose."""
+    here, there = mine[1]["where"], theirs[1]["where"]
+    return here != there and here in _lines_ahead(*theirs) and there in _lines_ahead(*mine)
 
 
-def _piece_of(rank: Rank, call: Event) -> list[Event]:
-    """What a rank does from a call on, in one step, until it has a new batch or another backward pass begins."""
-    events = rank.by_window.get(call["window"], [])
-    behind = events[next(place for place, event in enumerate(events) if event is call) :]
-    return list(takewhile(lambda event: event["kind"] not in {"batch", "backward"}, behind))
+def _lines_ahead(rank: Rank, call: Event) -> set[str]:
+    """The lines of a group's next calls in a step, until a rank has a new batch or another backward pass begins."""
+    events = rank.by_window[call["window"]]
+    behind = events[next(place for place, event in enumerate(events) if event is call) + 1 :]
+    same = takewhile(lambda event: event["kind"] not in {"batch", "backward"}, behind)
+    ahead = [event for event in same if _is_of_several(event) and event["group"] == call["group"]]
+    return {event["where"] for event in ahead[: _AHEAD - 1]}
 
 
 def _order(other: Rank, one: Event, two: Event) -> Finding:

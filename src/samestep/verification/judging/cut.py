@@ -16,8 +16,9 @@ from functools import cached_property
 from samestep.text import plural
 from samestep.verification.findings import AGREES, Finding
 from samestep.verification.journal import Event
-from samestep.verification.judging.placement import Place, rates_beside
-from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging import rates
+from samestep.verification.judging.placement import Place
+from samestep.verification.judging.record import Rank, Record, of_optimizer
 from samestep.verification.report import Report
 
 _SAME = 1e-3  # of a norm
@@ -61,7 +62,7 @@ class Parts:
     def find_apart(self, report: Report) -> None:
         """Adds the first parameter whose gradient is not that of one process, though most others are."""
         for place in range(min(_FIRST, self._steps) if self._are_whole else 0):
-            if not self._have_its_rates(place):
+            if not rates.are_alike_by_place(self.record, self.alone, self._places, place):
                 return
             pairs = [pair for pair in self._pairs(place) if pair.mine or pair.other]  # zeros are alike for any samples
             same = sum(pair.is_within(_SAME) for pair in pairs)
@@ -78,7 +79,8 @@ class Parts:
         left = {place.name for held in self._places for place in held.values()}
         for place in range(self._steps):
             share, pairs = _SAME if place < _FIRST else _APART, list(self._pairs(place))
-            if not self._have_its_rates(place) or not all(pair.is_within(share) for pair in pairs):
+            are_alike = rates.are_alike_by_place(self.record, self.alone, self._places, place)
+            if not are_alike or not all(pair.is_within(share) for pair in pairs):
                 return False
             left -= {pair.of for pair in pairs}
         if left - {*self.compared}:  # a sparse gradient has no norm here, and what no optimizer of torch steps has none
@@ -119,18 +121,6 @@ class Parts:
         """Whether one process ends after as many steps, if the ranks have ended."""
         return self.record.is_cut_short or len(self.alone.ranks[0].steps) == self._steps
 
-    def _have_its_rates(self, place: int) -> bool:
-        theirs = self.alone.ranks[0].rates_of_all(place)
-        pairs = [
-            pair
-            for rank, found in zip(self.record.ranks, self._places, strict=True)
-            for pair in rates_beside(rank.rates_of_all(place), found, theirs).values()
-        ]
-        if pairs:
-            return all(math.isclose(*pair) for pair in pairs)
-        rates = [{*rank.steps[place]["rates"]} for rank in [*self.record.ranks, self.alone.ranks[0]]]
-        return all(one == rates[0] for one in rates)
-
     def _pairs(self, place: int) -> Iterator[_Pair]:
         theirs = _norms(self.alone.ranks[0], place)
         least = _SMALL * math.hypot(*theirs.values())
@@ -158,8 +148,7 @@ def _begun(rank: Rank) -> dict[str, str]:
 def _norms(rank: Rank, place: int) -> dict[str, float]:
     """Name -> norm of a step's gradient; of a second optimizer's parameters by the names that :func:`_begun` has."""
     step = rank.steps[place]
-    prefix = f"optimizer {step['optimizer']}: " if step["optimizer"] else ""
-    return {f"{prefix}{name}": norm for name, norm in step["norms"].items()}
+    return {of_optimizer(step["optimizer"], name): norm for name, norm in step["norms"].items()}
 
 
 def _finding(pair: _Pair, step: Event, rest: int) -> Finding:

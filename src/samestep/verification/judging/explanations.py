@@ -35,8 +35,8 @@ from samestep.verification.recording.evaluations import STATISTICS
 MEAN_OF_MEANS = "the mean of the ranks' means"
 ADDED_UP = "the ranks' gradients are added up, not averaged"
 _DIVIDED = (
-    "at step {} each rank divides a sum over its samples by a constant, their number, say; one process that is given "
-    "the samples of all ranks divides by too little"
+    "at step {} each rank divides a sum over its samples by a constant, such as their number; one process, which is "
+    "given the samples of all ranks, divides a larger sum by the same constant"
 )
 CARRIED = "the loss depends on something that is carried from step to step (a history, a running mean)"
 _SAME = 1e-3  # of a factor

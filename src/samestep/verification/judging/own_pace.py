@@ -230,10 +230,10 @@ def arrives(record: Record, alone: Record, *, by_parameters: bool = False) -> bo
     if len(known) < len(states) or len(known) <= _FIRST or not (by_parameters or _have_one_ratio(record, alone)):
         return False
     begun = known[0][1]
-    for place, (mine, theirs) in enumerate(known):
+    for mine, theirs in known:
         moved = math.sqrt(sum(float((one - begun[name]).double().square().sum()) for name, one in theirs.items()))
         apart = math.sqrt(sum(float((one - theirs[name]).double().square().sum()) for name, one in mine.items()))
-        if apart > _most(place) * moved:
+        if apart > _NEAR * moved:
             return False
     return True
 

@@ -22,9 +22,9 @@ from samestep.text import listed, plural
 from samestep.verification import numerics
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
-from samestep.verification.judging import own_data
-from samestep.verification.judging.placement import Place, make_the_whole, places, rates_beside
-from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging import own_data, rates
+from samestep.verification.judging.placement import Place, make_the_whole, places
+from samestep.verification.judging.record import Rank, Record, of_optimizer
 from samestep.verification.judging.states import built_at, made
 from samestep.verification.recording.parts import Due, Part
 
@@ -131,7 +131,7 @@ class Parts:
             is_known = self._begins_alike(number) if number else inputs_are_known
             is_known = is_known and self.are_whole and not self._normalise_apart
             is_known = is_known or (len(same) >= _FEWEST and not only_by_inputs)
-            if is_known and self._have_its_rates(number):
+            if is_known and rates.are_alike_by_place(self.record, self.alone, self.places, number):
                 yield from self._explained(number, steps, same, apart)
             return
 
@@ -257,14 +257,9 @@ class Parts:
 
     def _rate_apart(self, number: int) -> Finding | None:
         """The finding for the first parameter whose rate is not one process's, where those of some others are."""
-        theirs, same = self.alone.ranks[0].rates_of_all(number), 0
-        apart: list[tuple[Rank, str, float, float]] = []
-        for rank, found in zip(self.record.ranks, self.places, strict=True):
-            for name, (mine, other) in rates_beside(rank.rates_of_all(number), found, theirs).items():
-                if math.isclose(mine, other):
-                    same += 1
-                else:
-                    apart.append((rank, name, mine, other))
+        every = [*rates.by_place(self.record, self.alone, self.places, number)]
+        apart = [one for one in every if not math.isclose(*one[2:])]
+        same = len(every) - len(apart)
         if not apart or same < _FEWEST:
             return None
         rank, name, mine, other = apart[0]
@@ -280,18 +275,6 @@ class Parts:
             "has, such as the number of a layer in it",
             fix="compute rates from the place of a parameter in the whole model",
         )
-
-    def _have_its_rates(self, number: int) -> bool:
-        theirs = self.alone.ranks[0].rates_of_all(number)
-        pairs = [
-            pair
-            for rank, found in zip(self.record.ranks, self.places, strict=True)
-            for pair in rates_beside(rank.rates_of_all(number), found, theirs).values()
-        ]
-        if pairs:
-            return all(math.isclose(*pair) for pair in pairs)
-        rates = [{*rank.steps[number]["rates"]} for rank in [*self.record.ranks, self.alone.ranks[0]]]
-        return all(one == rates[0] for one in rates)
 
     def _explained(
         self, number: int, steps: Sequence[Event], same: Sequence[_Pair], apart: Sequence[_Pair]
@@ -398,7 +381,7 @@ def _parameters(record: Record, rank: Rank, window: int = 0) -> dict[str, Tensor
         return {}
     held = record.value(rank.number, begun[-1]["kept"])["parameters"]
     return {
-        _name(optimizer, name): values
+        of_optimizer(optimizer, name): values
         for optimizer, parameters in held.items()
         for name, one in parameters.items()
         if (values := _values(one)) is not None
@@ -408,7 +391,7 @@ def _parameters(record: Record, rank: Rank, window: int = 0) -> dict[str, Tensor
 def _gradients(record: Record, rank: Rank, number: int) -> dict[str, Tensor]:
     step = rank.steps[number]
     return {
-        _name(step["optimizer"], name): values.to_dense().double()
+        of_optimizer(step["optimizer"], name): values.to_dense().double()
         for name, one in record.value(rank.number, step["kept"]).items()
         if (values := _values(one)) is not None
     }
@@ -418,17 +401,15 @@ def _due(record: Record, rank: Rank, number: int) -> dict[str, Tensor]:
     """A rank's part of the gradients that are still to be added up over the ranks."""
     step = rank.steps[number]
     kept = record.value(rank.number, step["kept"])
-    return {_name(step["optimizer"], name): one.values.double() for name, one in kept.items() if isinstance(one, Due)}
+    return {
+        of_optimizer(step["optimizer"], name): one.values.double() for name, one in kept.items() if isinstance(one, Due)
+    }
 
 
 def _values(one: Any) -> Tensor | None:
     """What a rank holds, also of a DTensor; None of a sum that is due."""
     values = one.values if isinstance(one, Part) else one
     return values if isinstance(values, Tensor) and values.numel() else None
-
-
-def _name(optimizer: int, name: str) -> str:
-    return f"optimizer {optimizer}: {name}" if optimizer else name
 
 
 def _vary(value: Tensor) -> bool:

@@ -167,18 +167,6 @@ def _common(one: str, other: str) -> int:
     return next((number for number, (a, b) in enumerate(pairs) if a != b), 0)
 
 
-def rates_beside(
-    mine: Mapping[str, float], found: Mapping[str, Place], theirs: Mapping[str, float]
-) -> dict[str, tuple[float, float]]:
-    """Returns the rates of what a rank holds, by its names, each with that of one process's parameter in its place."""
-    known = ((name, rate, found.get(name)) for name, rate in mine.items())
-    return {
-        name: (rate, theirs[place.name])
-        for name, rate, place in known
-        if place is not None and not place.candidates and place.name in theirs
-    }
-
-
 def make_the_whole(ranks: Sequence[Mapping[str, Place]], whole: Values) -> bool:
     """Returns whether the parts of all ranks are all of one process's parameters."""
     return all(_is_held(name, value, [at for held in ranks for at in held.values()]) for name, value in whole.items())

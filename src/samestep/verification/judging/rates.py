@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,8 @@ from samestep.text import plural
 from samestep.verification.findings import AGREES, DECLARED, Finding, Severity
 from samestep.verification.journal import Event
 from samestep.verification.judging.passes import passes
-from samestep.verification.judging.record import Rank, Record, Run, calls_in
+from samestep.verification.judging.placement import Place
+from samestep.verification.judging.record import Rank, Record, Run, calls_in, of_optimizer
 from samestep.verification.report import Report
 
 _SAME = 1e-3  # of a rate
@@ -292,6 +293,29 @@ def judge_settings(record: Record, own_pace: Callable[[], Record], report: Repor
             )
             report.add([found])
             return
+
+
+def by_place(
+    record: Record, alone: Record, places: Sequence[Mapping[str, Place]], number: int
+) -> Iterator[tuple[Rank, str, float, float]]:
+    """Yields each rank's parameters with their rates, and those of one process's parameters in their places."""
+    own, theirs = alone.ranks[0].steps[number], {}
+    for name, rate in alone.ranks[0].rates_by_name(own).items():
+        theirs[of_optimizer(own["optimizer"], name)] = rate
+    for rank, found in zip(record.ranks, places, strict=True):
+        step = rank.steps[number]
+        for name, rate in rank.rates_by_name(step).items():
+            place = found.get(of_optimizer(step["optimizer"], name))
+            if place is not None and not place.candidates and place.name in theirs:
+                yield rank, name, rate, theirs[place.name]
+
+
+def are_alike_by_place(record: Record, alone: Record, places: Sequence[Mapping[str, Place]], number: int) -> bool:
+    """Returns whether the rates of a step are one process's; where no place is known, whether both have the same."""
+    if pairs := [*by_place(record, alone, places, number)]:
+        return all(math.isclose(mine, other) for _, _, mine, other in pairs)
+    rates = [{*rank.steps[number]["rates"]} for rank in [*record.ranks, alone.ranks[0]]]
+    return all(one == rates[0] for one in rates)
 
 
 def settings_apart(step: Event, other: Event) -> list[tuple[str, Any, Any]]:

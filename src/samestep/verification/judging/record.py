@@ -93,12 +93,6 @@ class Rank:
         pairs = zip(held[-1]["names"], held[-1]["groups"], strict=True) if held else ()
         return {name: step["rates"][group] for name, group in pairs if group < len(step["rates"])}
 
-    def rates_of_all(self, number: int) -> dict[str, float]:
-        """Returns those of a step by the names that parameters of several optimizers have."""
-        step = self.steps[number]
-        prefix = f"optimizer {step['optimizer']}: " if step["optimizer"] else ""
-        return {f"{prefix}{name}": rate for name, rate in self.rates_by_name(step).items()}
-
     @cached_property
     def ended(self) -> Event | None:
         """How its script ended; None where it was stopped or died."""
@@ -487,6 +481,15 @@ def model_inputs(ranks: Iterable[Rank], windows: Container[int]) -> set[tuple[in
     """Returns what the models have seen in some windows, by window; a wrapper may see it once more."""
     inputs = [event for rank in ranks for event in rank.of("input") if event["window"] in windows]
     return {(event["window"], row) for event in inputs for row in event["rows"]}
+
+
+def of_optimizer(number: int, name: str) -> str:
+    """Returns the name of a parameter among those of all optimizers: one of the first has its own.
+
+    >>> of_optimizer(0, "fc.weight"), of_optimizer(1, "fc.weight")
+    ('fc.weight', 'optimizer 1: fc.weight')
+    """
+    return f"optimizer {number}: {name}" if number else name
 
 
 def calls_in(rank: Rank, window: int) -> list[tuple[str, ...]]:

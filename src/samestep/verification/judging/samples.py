@@ -247,7 +247,7 @@ def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> It
     elif by_index and size is not None and all(one.is_known for one in group):
         missing = size - len({*counts, *_begun_before(group, record)})
         if missing > (_largest_tail(group) if group[0].about["drop_last"] else 0) and _is_split(group):
-            is_plain = own_pace is None or missing < len(group) or _drops_incomplete_batch(group, missing)
+            is_plain = own_pace is None or _fills_no_round(group, missing)
             as_alone = own_pace is not None and not is_plain and _misses_alone(group, own_pace(), missing)
             yield _missing(group, missing, size, where, as_alone=as_alone)
 
@@ -494,17 +494,18 @@ def _same_rank(group: Sequence[Pass]) -> tuple[int, int] | None:
     return None if places or rank is None or replicas is None else (rank, replicas)
 
 
-def _drops_incomplete_batch(group: Sequence[Pass], missing: int) -> bool:
-    """Whether the sampler does what drop_last=True does: whole batches alone, and too few samples left for another."""
-    size = group[0].about["batch_size"]
-    return bool(size) and missing < size * len(group) and all(b["size"] == size for one in group for b in one.batches)
+def _fills_no_round(group: Sequence[Pass], missing: int) -> bool:
+    """Whether so few samples are left out that they fill no batch of all ranks, which all get as many.
 
-
-def _drops_incomplete_round(group: Sequence[Pass], missing: int) -> bool:
-    """Whether a sampler of batches leaves out fewer than there are ranks, so that all get as many."""
-    counts = {len(one.batches) for one in group}
-    largest = max(batch["size"] for one in group for batch in one.batches)
-    return group[0].about["batch_size"] is None and len(counts) == 1 and missing <= (len(group) - 1) * largest
+    Fewer samples than there are ranks, as drop_last=True of a sampler leaves out; of whole batches, less than one for
+    each rank; or of a sampler of batches, fewer of these than there are ranks.
+    """
+    ranks, size = len(group), group[0].about["batch_size"]
+    sizes = [[batch["size"] for batch in one.batches] for one in group]
+    if size:
+        return missing < ranks or (missing < size * ranks and all(one == size for own in sizes for one in own))
+    largest = max((one for own in sizes for one in own), default=0)
+    return missing < ranks or (len(set(map(len, sizes))) == 1 and missing <= (ranks - 1) * largest)
 
 
 def _largest_tail(group: Sequence[Pass]) -> int:
@@ -519,7 +520,7 @@ def _missing(group: Sequence[Pass], missing: int, size: int, where: str, *, as_a
     why = None
     if as_alone:
         why = "one process leaves samples out of a pass as well"
-    elif missing < len(group) or _drops_incomplete_batch(group, missing) or _drops_incomplete_round(group, missing):
+    elif _fills_no_round(group, missing):
         why = f"{group[0].sampler} leaves out what fills no batch of all ranks"
     if why is not None:
         return Finding(code="samples-missing", severity="note", where=where, cause=f"{cause}: {why}")

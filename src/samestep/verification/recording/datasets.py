@@ -123,10 +123,11 @@ def mixes(dataset: Any, collate: Any) -> bool:
     >>> mixes(torch.eye(4), with_next), mixes(torch.eye(4), torch.stack)
     (True, False)
     """
-    if collate in {default_collate, default_convert}:
+    if collate is default_collate or collate is default_convert:  # one of the script's may have no hash
         return False
     try:
-        samples = [dataset[place] for place in range(min(len(dataset), _SAMPLES))]
+        with _seeded_equally(), own_generators_seeded(dataset):
+            samples = [dataset[place] for place in range(min(len(dataset), _SAMPLES))]
         mine, theirs = (_rows_of(copy.deepcopy(one), collate) for one in (samples, samples[::-1]))
     except Exception:  # noqa: BLE001  (the script's own)
         return False
